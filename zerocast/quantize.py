@@ -48,7 +48,7 @@ def quantize_(
     `zerocast.fsdp2.prepare` for it), a fast recipe for a model without blocks, and weights that
     `serve` could not read.
     """
-    recipe = Recipe.of(recipe).for_reader(serve, model)
+    recipe = served_recipe(recipe, serve, model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     chosen: dict[Tensor, FormatSpec] = {}
@@ -133,6 +133,18 @@ def extra_repr(module: nn.Module) -> str:
         if fmt is not None:
             parts.append(f"{name}={fmt}")
     return ", ".join(filter(None, parts))
+
+
+def served_recipe(recipe: RecipeLike, serve: str | None, model: nn.Module) -> Recipe:
+    """Return the recipe whose weights the engine `serve` can read. Raises ValueError if none is."""
+    recipe = Recipe.of(recipe).for_reader(serve, model)
+    if serve is not None:
+        # It imports what reads and writes checkpoints.
+        from zerocast.serve.served import check_served  # noqa: PLC0415
+
+        formats = {name: recipe.format_of(name) for name, p in model.named_parameters() if p.dim() >= 2}
+        check_served(model, {name: fmt for name, fmt in formats.items() if fmt.element is not None}, serve)
+    return recipe
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:

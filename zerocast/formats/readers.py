@@ -22,13 +22,18 @@ class Reader:
         version: the version whose source they are from.
         fused: the weights that it lays behind each other, a group of patterns of names for each
             kind of layer.
-        formats: the formats that it reads in some naming of `zerocast.export`.
+        namings: the formats that it reads in each naming of `zerocast.export`.
     """
 
     name: str
     version: str
     fused: Patterns
-    formats: frozenset[str]
+    namings: Mapping[str, frozenset[str]]
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """The formats that it reads in some naming."""
+        return frozenset().union(*self.namings.values())
 
     def check(self, formats: Mapping[str, FormatSpec], shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ValueError for weights that the engine could not read.
@@ -69,15 +74,28 @@ FUSED: Patterns = (
     ("*.in_proj_qkv.weight", "*.in_proj_z.weight"),
     ("*.in_proj_b.weight", "*.in_proj_a.weight"),
 )
+_PER_TENSOR = {"fp8_current", "fp8_delayed"}
 READERS: Mapping[str, Reader] = {
     "vllm": Reader(
         "vllm",
         "0.32.0",
         FUSED,
-        frozenset({"nvfp4", "mxfp4", "int4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"}),
+        {
+            # Not fp8_block: its scheme for blocks asserts that inputs are quantized too.
+            "compressed-tensors": frozenset({"nvfp4", "mxfp4", "int4", "mxfp8", *_PER_TENSOR}),
+            "modelopt": frozenset({"nvfp4", "mxfp8", "fp8_block", *_PER_TENSOR}),
+            "deepseek": frozenset({"fp8_block"}),
+        },
     ),
     "sglang": Reader(
-        "sglang", "0.5.23", FUSED, frozenset({"nvfp4", "int4", "fp8_block", "fp8_current", "fp8_delayed"})
+        "sglang",
+        "0.5.23",
+        FUSED,
+        {
+            "compressed-tensors": frozenset({"nvfp4", "int4", *_PER_TENSOR}),
+            "modelopt": frozenset({"nvfp4"}),
+            "deepseek": frozenset({"fp8_block"}),
+        },
     ),
 }
 

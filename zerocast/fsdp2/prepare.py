@@ -45,12 +45,19 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast import torch_names
 from zerocast.formats import FormatSpec
-from zerocast.formats.recipe import Recipe, RecipeLike
+from zerocast.formats.recipe import RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.weight import AS_QUANTIZED_WEIGHT, FSDPWeight, Presentation
-from zerocast.quantize import blocks_with, check_weight, compile_blocks, read_without_products, show_formats
+from zerocast.quantize import (
+    blocks_with,
+    check_weight,
+    compile_blocks,
+    read_without_products,
+    served_recipe,
+    show_formats,
+)
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
 
@@ -148,7 +155,7 @@ def prepare(
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
-    recipe = Recipe.of(recipe).for_reader(serve, model)
+    recipe = served_recipe(recipe, serve, model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     names = {parameter: name for name, parameter in reversed(weights.items())}

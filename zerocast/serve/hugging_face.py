@@ -71,13 +71,7 @@ def write_hf(
         check_stored(stored, pieces)
         quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
         plain = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
-        modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
-        ignore = stored.modules_besides({name for names in modules.values() for name in names})
-        if naming == "modelopt" and quantized and HEAD in ignore and stored.architecture in NAMELESS_HEADS:
-            raise ValueError(
-                f"vLLM makes the head of {stored.architecture} without a name, and reads it as a quantized one under 'modelopt': "
-                "'deepseek' has names for fp8_block experts, 'compressed-tensors' for int4 and per-tensor FP8"
-            )
+        modules, ignore = described_modules(stored, quantized, naming)
         files = {"config.json": _config(stored, plain, quantization_config(naming, modules, ignore))}
         files |= _generation_config(model)
         if files_from is not None:
@@ -151,6 +145,22 @@ def quantized_pieces(
             "take weights of the others for bf16; 'compressed-tensors' describes several formats"
         )
     return by_format
+
+
+def described_modules(
+    stored: StoredModel, quantized: Mapping[str, Sequence[str]], naming: str
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the names of the modules of quantized weights by format, and of those that config.json
+    lists as not quantized. Raises ValueError if such a list cannot have all of them.
+    """
+    modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
+    ignore = stored.modules_besides({name for names in modules.values() for name in names})
+    if naming == "modelopt" and quantized and HEAD in ignore and stored.architecture in NAMELESS_HEADS:
+        raise ValueError(
+            f"vLLM makes the head of {stored.architecture} without a name, and reads it as a quantized one under 'modelopt': "
+            "'deepseek' has names for fp8_block experts, 'compressed-tensors' for int4 and per-tensor FP8"
+        )
+    return modules, ignore
 
 
 def _check_blocks(piece: Piece) -> None:
