@@ -246,16 +246,3 @@ def test_shapes_that_a_format_cannot_take(fmt: str, shape: tuple[int, ...], mess
 def test_nominal_dtypes_that_are_none(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="the nominal dtype is one of"):
         QuantizedWeight.empty((32, 32), "nvfp4", dtype)
-
-
-@pytest.mark.parametrize("content", ["nan", "all_nan", "inf", "minus_inf", "bits"])
-@pytest.mark.parametrize("fmt", casts.FORMATS)
-def test_nan_and_inf_masters_follow_the_formats(backend: str, fmt: str, content: str) -> None:
-    """They are values with codes, not errors; what the codes are is the model's to say (test_model.py)."""
-    from tests.matrices import matrix
-
-    master = torch.from_numpy(matrix(content, 32, 64, 7))
-    found = casts.cast_whole(fmt, master, backend=backend)
-    casts.assert_same_bytes(casts.bytes_of(found), casts.unsharded(fmt, master, torch.bfloat16))
-    if content == "all_nan" and get_format(fmt).has_tensor_amax:
-        assert found.amax is not None and found.amax.item() == 0

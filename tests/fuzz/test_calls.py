@@ -64,32 +64,6 @@ def test_weights(seconds: float) -> None:
     fuzz(seconds, st.tuples(TEXT, SHAPES, st.sampled_from(DTYPES), st.booleans()), weights)
 
 
-def rebinds(drawn: tuple[str, int, int, int, str]) -> None:
-    """Storage of the wrong size, dtype, layout or device is refused, and the weight keeps its own."""
-    fmt, extra, offset, stride, kind = drawn
-    weight = QuantizedWeight.empty((32, 64), fmt)
-    cast_whole(weight, torch.randn(32, 64))
-    own = weight.rowwise_data
-    numel = max(0, own.numel() + extra)
-    base = torch.zeros(offset + numel * stride, dtype=torch.int8 if kind == "dtype" else own.dtype)
-    data = base[offset::stride][:numel]
-    if numel == own.numel() and kind != "flat":
-        data = data.view(own.shape) if data.is_contiguous() else data.reshape(own.shape)
-    data = data.to("meta") if kind == "meta" else data
-    if refuses(lambda: weight.rebind(rowwise_data=data)) is not None:
-        assert weight.rowwise_data is own
-    else:
-        assert weight.rowwise_data.numel() == own.numel() and weight.rowwise_data.dtype == own.dtype
-        weight.dequantize()
-
-
-@pytest.mark.parametrize("seconds", LENGTHS)
-def test_rebind(seconds: float) -> None:
-    formats_ = st.sampled_from(("nvfp4", "fp8_block", "mxfp8", "identity"))
-    kinds = st.sampled_from(("good", "good", "dtype", "meta", "flat"))
-    fuzz(seconds / 2, st.tuples(formats_, st.integers(-3, 3), st.integers(0, 5), st.integers(1, 2), kinds), rebinds)
-
-
 def optimizers(drawn: dict[str, Any]) -> None:
     """Options of every kind; what is taken makes a step, and what was refused leaves the parameters usable."""
     drawn = dict(drawn)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -76,14 +77,6 @@ def _twice() -> Any:
     return [("a", weight), ("b", weight)]
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("what", BUILD)
-def test_refused(what):
-    build, kind, message = BUILD[what]
-    with pytest.raises(kind, match=message):
-        build()
-
-
 DIFFERENT: dict[str, Callable[[], object]] = {
     "shape": lambda: ZeroAdamW(linear(48).named_parameters()),
     "format": lambda: ZeroAdamW(nn.Linear(64, 32).bfloat16().named_parameters()),
@@ -114,7 +107,7 @@ def test_refused_on_every_rank_if_on_one():
         message = error_of(call if dist.get_rank() == 1 else lambda: ZeroAdamW(linear().named_parameters()))
         kind = BUILD[what][1] if what in BUILD else ValueError
         assert message.startswith(f"{kind.__name__}: "), what
-        assert "rank 1" in message, what
+        assert "rank 1" in message and re.search(BUILD[what][2] if what in BUILD else "", message), what
         assert what in BUILD or "rank 0" in message, what
 
 

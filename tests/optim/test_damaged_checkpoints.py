@@ -2,7 +2,6 @@
 
 import json
 import logging
-import random
 import shutil
 from pathlib import Path
 
@@ -59,9 +58,10 @@ def test_damaged_files(ranks, tmp_path, damage):
 
 def test_a_damaged_manifest(tmp_path):
     saved(str(tmp_path))
-    trainer = Trainer(FEW)
-    for content in ("", "[]", "{}", '{"files": []}', '{"files": {}}', "[" * 100_000, '{"step": 3'):
-        (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
+    trainer, path = Trainer(FEW), tmp_path / "step_00000002" / manifest.NAME
+    changed = path.read_text().replace('"step": 2', '"step": 3')
+    for content in ("", "[]", "{}", '{"files": []}', '{"files": {}}', "[" * 100_000, '{"step": 3', changed):
+        path.write_text(content)
         with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
             Checkpoints(tmp_path).load(trainer.optimizer, step=2)
         assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
@@ -112,39 +112,6 @@ def test_exchanged_folders(tmp_path):
         Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=2)
     with pytest.raises(ValueError, match=r"manifest.json has step 2, expected 1"):
         Checkpoints(tmp_path).load(Trainer(FEW).optimizer)
-
-
-def flips(folder: Path, draws: list[tuple[str, int, int]]) -> list[str]:
-    """Load with each of these bits flipped in turn: names of files whose damage was neither found nor without effect."""
-    whole, trainer, checkpoints = Trainer(FEW), Trainer(FEW), Checkpoints(folder)
-    checkpoints.load(whole.optimizer)
-    unseen, wanted = [], snapshot(whole)
-    for name, place, bit in draws:
-        path = folder / "step_00000002" / name
-        content = path.read_bytes()
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :])
-        try:
-            checkpoints.load(trainer.optimizer, step=2)
-            casts.assert_same_bytes(snapshot(trainer), wanted)
-        except AssertionError:
-            unseen.append(f"bit {bit} of byte {place} of {name}")
-        except ValueError:
-            pass
-        path.write_bytes(content)
-    return unseen
-
-
-@pytest.mark.notices(
-    "a bit flips in any file of a checkpoint, its manifest included",
-    where="Checkpoints",
-    answer="ValueError that names the file, before anything changes",
-)
-def test_bit_flips(tmp_path, seed):
-    saved(str(tmp_path))
-    draw, folder = random.Random(seed), tmp_path / "step_00000002"
-    sizes = {name: (folder / name).stat().st_size for name in names(folder)}
-    draws = [(name, draw.randrange(sizes[name]), draw.randrange(8)) for name in draw.choices(list(sizes), k=30)]
-    assert flips(tmp_path, draws) == []
 
 
 def test_all_damaged(tmp_path, caplog):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import casts
 from tests.optim.probe import MIXED, Probe, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Compared, Run, Trainer, weight_bytes
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Compared, Run, weight_bytes
 from tests.optim.undistributed import Undistributed, mean
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW
@@ -56,22 +56,6 @@ def test_learning_rate_as_a_tensor(config):
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 1e-2 * 0.125
-
-
-def test_schedulers_and_skipped_steps(ranks):
-    """A scheduler counts calls, Adam counts steps that were made."""
-    trainer = Trainer(Run(schedule=True))
-    for step in range(3):
-        trainer.backward(step)
-        if step == 1:
-            trainer.optimizer.zero_grad()
-            trainer.probe.get_parameter("norm").grad = torch.full((37,), NAN)
-        trainer.optimizer.step()
-        trainer.scheduler.step()
-        trainer.optimizer.zero_grad()
-    assert trainer.scheduler.last_epoch == 3
-    assert trainer.optimizer.param_groups[0]["lr"] == ADAM["lr"] * trainer.run.factor(3)
-    assert float(trainer.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == 2
 
 
 @on_ranks(2)

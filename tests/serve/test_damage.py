@@ -13,7 +13,7 @@ import zerocast
 from tests.serve.test_live import assert_same, collected
 from zerocast.formats.layout import Span
 from zerocast.serve import Message, Receiver, RefitError, Sender
-from zerocast.serve.flat_bytes import digest_of_span, flat_bytes, sum_of_mixed
+from zerocast.serve.flat_bytes import _PLACE, _ROUNDS, digest_of_span, flat_bytes, sum_of_mixed
 from zerocast.serve.refit_message import digest
 
 NAMING = "modelopt"
@@ -187,13 +187,6 @@ def test_messages_in_another_order(name: str, in_place: bool) -> None:
             check(before, [*messages[:index], stranger, *messages[index + 1 :]], ("another's", index), in_place)
 
 
-def test_an_end_after_some_of_the_tensors() -> None:
-    """Its index is the number of messages that came, and would leave tensors out."""
-    (*buckets, (end, _)) = RECORDED.full
-    for count in range(len(buckets)):
-        check(0, [*buckets[:count], ({**end, "index": count}, [])], count)
-
-
 def refused(receiver: Receiver, messages: Iterable[Sent], match: str) -> None:
     """The receiver refuses these messages, and its tensors stay as they were."""
     number, tensors = receiver.refit, {name: tensor.clone() for name, tensor in receiver.tensors.items()}
@@ -266,11 +259,14 @@ def test_a_refit_that_is_read_on_after_another_began() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1000, 2**20 + 3, 2**21 + 8])
 def test_a_digest_is_that_of_any_pieces(count: int) -> None:
-    """Also of more than one chunk, and of parts of tensors that end anywhere."""
+    """Also of more than one chunk, in which places go on, and of parts of tensors that end anywhere."""
     buffer = torch.randint(256, (count,), dtype=torch.uint8)
     pieces = list(buffer.split([count // 3, 0, count - count // 3]))
     assert digest_of_span(pieces, Span(0, count)) == digest(buffer)
     inner = Span(count // 4, count - count // 5)
+    if count % 8 == 0:
+        at_once = sum_of_mixed(buffer.view(torch.int64), 0, _PLACE, _ROUNDS)
+        assert digest(buffer) == int(at_once + count)
     assert torch.equal(flat_bytes(pieces, inner), buffer[inner.start : inner.stop])
     assert digest_of_span(pieces, inner) == digest(buffer[inner.start : inner.stop].clone())
 

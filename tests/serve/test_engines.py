@@ -422,38 +422,6 @@ def test_a_rank_of_the_sender_that_is_out_of_memory(is_full: bool, every: int) -
         assert errors[0] == errors[1] and errors[0].startswith("rank 1: injected before"), at
 
 
-def test_refits_go_forward() -> None:
-    trainer = Trainer()
-    first, second, third = trainer.full(), trainer.delta(), trainer.delta()
-
-    def run(rank: Rank) -> None:
-        assert "without a complete refit" in rank.accept(second)
-        assert not rank.is_servable()
-        assert rank.accept(first) == "" and rank.is_servable()
-        assert "arrived late or again" in rank.accept(first)
-        assert rank.receiver.refit == 1
-
-    on_engine(1, run)
-
-    def others(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        assert "one was missed" in rank.accept(third)
-        assert "and none of it before" in rank.accept(third[1:])
-        assert rank.accept(second) == ""
-        assert "arrived late or again, as refit 2" in rank.accept(second)
-        assert rank.receiver.refit == 2
-
-    on_engine(1, others)
-
-    def skipping(rank: Rank) -> None:
-        assert rank.accept(first[:1]) == ""
-        assert "message 2 of refit 1 came, and message 1 of refit 1 was expected" in rank.accept(first[2:])
-        header = {**first[0][0], "refit": 9}
-        assert "the header of message 0 of refit 9 is not as it was sent" in rank.accept([(header, first[0][1])])
-
-    on_engine(1, skipping)
-
-
 def test_an_engine_of_other_weights() -> None:
     trainer = Trainer()
     first = trainer.full()

@@ -95,6 +95,7 @@ WRONG = {
         DELTA[-1:],
         "message 4 of refit 2 came, and (none of it before|message 0 of none was)",
     ),
+    "a message less": (0, [FULL[0], *FULL[2:]], "message 2 of refit 1 came, and message 1 of refit 1 was expected"),
     "an early end": (1, [DELTA[0], *header(DELTA[-1:], index=1)], "a refit ended after 1 of 4 buckets"),
     "the end of another refit": (1, header(DELTA, -1, refit=7), "message 4 of refit 7 came, and message 4 of refit 2"),
 }

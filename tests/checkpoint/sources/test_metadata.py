@@ -128,12 +128,3 @@ def test_a_memo_that_would_take_all_memory(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
     with pytest.raises(ValueError, match="its memo would have 2,147,483,647 entries"):
         open_source(folder)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("length", [0, 1, 10, 100, -1, -2])
-def test_metadata_that_breaks_off(folder: Path, length: int) -> None:
-    content = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(content[:length])
-    with pytest.raises((ValueError, pickle.UnpicklingError)):
-        open_source(folder)
