@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.dispatched import Dispatched
 from tests.observed import same_on_all
-from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
 from tests.workers import on_ranks
@@ -123,6 +123,19 @@ def test_all_gather_bytes_a_parameter(fmt):
     sizes = [nbytes for kind, nbytes in log if kind == "all-gather"]
     assert sum(sizes) == 4 * 64 * 128 * STORAGE_BYTES[fmt]
     assert len(sizes) == (8 if fmt == "mxfp8" else 4)
+
+
+@on_ranks(2)
+def test_plain_parameters_are_gathered_first():
+    """The step waits for them, and must not wait for the quantized weights between them as well."""
+    shapes = {"embedding": 16, "w0": 32, "norm": 48, "w1": 64, "head": 80}
+    specs = tuple(Spec(name, (rows, 16), "fp8_current" if name[0] == "w" else PLAIN) for name, rows in shapes.items())
+    config = ZeroConfig(bucket_size=1, overlap_all_gather=True)
+    trainer = Trainer(Run(specs, options=(ADAM,), config=config))
+    with recorded() as log:
+        trainer.step(0)
+    gathered = [nbytes // 16 for kind, nbytes in log if kind == "all-gather"]
+    assert gathered == [2 * 16, 2 * 48, 2 * 80, 32, 64]
 
 
 @on_ranks(2)

@@ -51,8 +51,10 @@ class ReadyEvent:
 
 
 class WeightGather(Gather):
-    """All-gathers the buckets after a cast, in the order of the forward pass, and makes columnwise
-    copies.
+    """All-gathers the buckets after a cast and makes columnwise copies.
+
+    Buckets of plain parameters come first, since the step waits for their gathers, then the others
+    in the order of the forward pass.
 
     Args:
         buffers: the buckets in the order of the backward pass.
@@ -65,7 +67,7 @@ class WeightGather(Gather):
     def __init__(
         self, buffers: Sequence[BucketBytes], group: Group, validity: Validity, backend: str, overlap: bool
     ) -> None:
-        self._buffers = list(reversed(buffers))
+        self._buffers = sorted(reversed(buffers), key=lambda buffer: not buffer.is_plain)
         self._group, self._validity, self._overlap = group, validity, overlap
         self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
         # The bucket of a weight, by the id of its state.
