@@ -130,8 +130,7 @@ class EMA:
         exception while weights are written leaves them partial until a state is loaded; the average
         is not changed.
         """
-        self._check_current()
-        with self._averages.swapped(self._exchange):
+        with self._averages.swapped(self._check_current, self._exchange):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,14 +240,20 @@ class Averages:
             average.masters_loaded()
 
     @contextlib.contextmanager
-    def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
+    def swapped(self, check: Callable[[], None], exchange: Callable[[], None]) -> Iterator[None]:
         """A context in which the weights are cast from exchanged masters. `exchange` replaces the
-        masters, and is called again at the end to restore them.
+        masters, and is called again at the end to restore them. A RuntimeError of `check` on one
+        rank is raised on all.
         """
         validity = self._driver.plan.validity
         validity.check(Use.SWAP)
         self._reducer.check_same_call("swaps an average in")
-        self._driver.ready()
+        problem = None
+        try:
+            check()
+        except RuntimeError as error:
+            problem = error
+        self._driver.ready(problem=problem)
         if self._driver.plan.problem is not None:
             self._driver.join_collectives("swapping an average in", StepCollectives())
         version = validity.version
