@@ -100,6 +100,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
             starts=starts,
             gather=self,
             validity=Validity("load a state with optimizer.load_state_dict(...)", advice=ADVICE),
+            raises_together=True,
         )
 
     def prepare(self) -> None:

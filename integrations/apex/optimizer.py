@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.cast.host import CastDriver
+from zerocast.cast.host import CastDriver, raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
@@ -78,6 +78,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast, gather and transpose masters that were written by hand. Collective."""
+        raising_together(self._refresh, [self._driver])()
+
+    def _refresh(self) -> None:
         self._plan.validity.check(Use.STEP)
         self._driver.refresh()
 
@@ -105,8 +108,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         It is the same on every rank. Collective. Raises RuntimeError if the masters of the last
         cast were NaN or Inf, and after a step that failed partway.
         """
-        self._plan.validity.check(Use.SAVE)
-        checkpoint.check_format(state_dict_format)
+        problem: Exception | None = None
+        try:
+            self._plan.validity.check(Use.SAVE)
+            checkpoint.check_format(state_dict_format)
+        except (RuntimeError, ValueError) as error:
+            problem = error
+        validate_across_ranks(Group.of(self.process_group), [], problem, "saves a state")
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
         checkpoint.add_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
@@ -127,9 +135,12 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         if self._plan.validity.partial:
             self.zero_grad()
         with self._plan.validity.transaction("loading a state"):
-            super().load_state_dict(state_dict)
-            checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
-            self._driver.refresh()
+            raising_together(self._load, [self._driver])(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
+        self._driver.refresh()
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """Return the masters of the quantized weights, for `zerocast.verify`."""
@@ -187,7 +198,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         all of it, and the later `param_sync` does nothing.
         """
         with self._plan.validity.transaction("an optimizer step"):
-            super()._local_step(bucket_ids)
+            raising_together(super()._local_step, [self._driver])(bucket_ids)
             super().param_sync()
             self._quantized.finish(self._plan)
 

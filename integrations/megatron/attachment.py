@@ -32,7 +32,6 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
 Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.host import CastDriver, Host
+from zerocast.cast.host import CastDriver, Host, raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.patches import Patch, Patches
 from zerocast.verification.master_views import MasterViews
@@ -52,7 +51,7 @@ from zerocast.weight.validity import Use
 from . import host, offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
-from .guard import MethodGuard, followed_by, raising_together
+from .guard import MethodGuard, followed_by, sharing_matrices
 from .primary import TETensors, check_before_forward, is_primary
 from .shards import OwnedShare, bytes_not_sent, collect, elements_without_owner, read_masters
 from .validate import has_stepped, validate
@@ -78,11 +77,10 @@ class ShareDriver(CastDriver):
                 plain=list(shards.plain.values()),
                 gather=gathers,
                 validity=guard.validity.part(),
+                raises_together=True,
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
-        # True if the last cast has raised, which it does on all ranks.
-        self._has_raised = False
         detached = shards.detached
         earlier_scaling = None if detached is None else detached.delayed.get(shards.share.suffix)
         if earlier_scaling is None:
@@ -94,22 +92,6 @@ class ShareDriver(CastDriver):
             # that detach() and attach() between two steps change no byte.
             self.plan.delayed.load_state_dict(earlier_scaling.state_dict())
             self.plan.delayed.unseeded = earlier_scaling.unseeded
-
-    def refuse(self, problem: Exception) -> None:
-        """Take part in a cast that the other ranks make, so that they raise the problem of this
-        rank. Does nothing if that cast has raised here.
-        """
-        if not self._has_raised:
-            # The caller raises the problem.
-            with contextlib.suppress(Exception):
-                self._has_raised = True
-                self.ready(problem=problem)
-                self.plan.run()
-
-    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
-        self._has_raised = True
-        super()._cast(find, repeat, gather)
-        self._has_raised = False
 
     def read_masters(self) -> None:
         """Overwrite the masters with the model's values, dequantized where they are quantized."""
@@ -161,8 +143,8 @@ class OptimizerDrivers:
         """Yield the patches that cast, gather and overwrite the masters with the model's values."""
         optimizer, guard = self.optimizer, self._guard
         kind = optimizer_kinds.kind_of(optimizer)
-        copy_model = raising_together(self._copying_model(), self.drivers)
-        copy_model = guard.writing(copy_model, Use.STEP, "reading masters from the model", masters=True)
+        copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
+        copy_model = raising_together(copy_model, sharing_matrices(self.drivers))
         cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
         yield Patch(kind.copier(optimizer), "_copy_main_params_to_model_params", cast)
         for owner, name in kind.reads(optimizer):
@@ -221,7 +203,8 @@ class Attachment:
         model. Raises RuntimeError after a step that failed partway: some masters are still old.
         """
         self._check_attached()
-        self._guard.refresh([each.refresh for each in self._by_optimizer])
+        refresh = raising_together(self._guard.refresh, sharing_matrices(self._drivers()))
+        refresh([each.refresh for each in self._by_optimizer])
 
     def master_views(self) -> Iterator[MasterViews]:
         """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.

@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zerocast.cast.host import raising_together
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group
 from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
 
@@ -29,8 +32,9 @@ ADVICE = (
 Method = Callable[..., Any]
 
 
-# Methods that raise while weights are partial.
-USES = {"step": Use.STEP, "state_dict": Use.SAVE, "save_parameter_state": Use.SAVE}
+# Methods that raise while weights are partial, on this rank: a training loop may call the state
+# dict on some ranks only.
+USES = {"step": Use.STEP, "state_dict": Use.SAVE}
 # Methods that make partial weights complete.
 LOAD = ("load_state_dict", "load_parameter_state")
 
@@ -83,15 +87,17 @@ class MethodGuard:
                 optimizers = [owner]
                 of_owner = [casts[id(owner)]] if id(owner) in casts else []
             drivers = [driver for each in of_owner for driver in each.drivers]
-            step = raising_together(owner.step_with_ready_grads, drivers)
-            step = self.writing(step, Use.STEP, "an optimizer step", masters=True)
+            step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
+            step = raising_together(step, sharing_matrices(drivers))
             if owner is optimizer:
                 step = followed_by(step, after_step)
             yield Patch(owner, "step_with_ready_grads", step)
             kind = optimizer_kinds.kind_of(owner)
             for name, use in (USES | dict.fromkeys(kind.saves, Use.SAVE)).items():
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
-            yield Patch(owner, "sharded_state_dict", self.saving(owner.sharded_state_dict, distributed))
+            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, drivers))
+            sharded_state_dict = self.saving(owner.sharded_state_dict, drivers)
+            yield Patch(owner, "sharded_state_dict", self.preparing(sharded_state_dict, distributed))
             for name in (*LOAD, *kind.loads):
                 yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, optimizers, loads_all))
 
@@ -125,16 +131,42 @@ class MethodGuard:
 
         return call
 
-    def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-        """Wrap the method that makes sharded state dicts: it raises while masters or weights are
-        partial, except for the template of a load.
+    def saving(self, method: Method, drivers: Sequence["ShareDriver"]) -> Method:
+        """Wrap a method that all ranks call to save: while masters or weights are partial on one
+        rank, it raises on all that share masters. The others would wait for that rank otherwise.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not host.is_loading(args, kwargs):
+                self._check_save([driver.plan.group for driver in drivers])
+            return method(*args, **kwargs)
+
+        return call
+
+    def _check_save(self, groups: Sequence[Group]) -> None:
+        problem: Exception | None = None
+        try:
+            self.check(Use.SAVE)
+        except RuntimeError as error:
+            problem = error
+        for group in groups:
+            # A rank may share experts with other ranks than dense layers.
+            try:
+                validate_across_ranks(group, [], problem, "saves a checkpoint")
+            except RuntimeError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def preparing(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
+        """Wrap the method that makes sharded state dicts: it prepares `optimizers` for the template
+        of a load.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for optimizer in optimizers:
                 check_checkpoint(optimizer, kwargs.get("metadata"))
             if not host.is_loading(args, kwargs):
-                self.check(Use.SAVE)
                 return sharded_state_dict(*args, **kwargs)
             # Preparing writes moments. Weights that are partial already stay so, with their first
             # reason, until the load itself.
@@ -167,7 +199,7 @@ class MethodGuard:
                 each.refresh()
             return result
 
-        load_together = raising_together(load, [driver for each in casts for driver in each.drivers])
+        load_together = raising_together(load, sharing_matrices([driver for each in casts for driver in each.drivers]))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
@@ -195,28 +227,11 @@ def _holds_masters(state: Any) -> bool:
     return not isinstance(state, dict) or "param_state" in state or "fp32_from_fp16_params" in state
 
 
-def raising_together(method: Method, drivers: Sequence["ShareDriver"]) -> Method:
-    """Wrap a method that casts by `drivers`, in this order: an exception before a cast is raised on
-    all ranks of that cast. They would wait for this rank otherwise.
-
-    Optimizers that own whole matrices are left as they are: their steps and loads have collectives
-    of their own before the cast.
+def sharing_matrices(drivers: Sequence["ShareDriver"]) -> Sequence["ShareDriver"]:
+    """Return the drivers, or none of them if an optimizer owns whole matrices: its steps and loads
+    have collectives of their own before the cast.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = [driver.plan.validity.casts for driver in drivers]
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            for driver, casts in zip(drivers, before, strict=True):
-                if driver.plan.validity.casts == casts and driver.plan.has_peers:
-                    driver.refuse(error)
-                    break
-            raise
-
-    if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers):
-        return method
-    return call
+    return [] if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers) else drivers
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:

@@ -1,8 +1,11 @@
 """Mistakes and unsupported settings are errors that say what was found, on every rank; wrong hosts are named."""
 
+import contextlib
+import copy
 import importlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +19,10 @@ import zerocast
 from tests.apex.checkpoints import different, held
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu, needs_apex
 from tests.apex.training import MIXED, SMALL, Case, Run
+from tests.hosts.stopping import limit_collectives
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW
+from zerocast.distributed import rank_report
 
 if not WHY_NOT:
     from tests.apex.host_on_cpu import apex
@@ -198,6 +203,52 @@ def plain_only() -> tuple[int, bool]:
         return len(optimizer.master_views()[0].masters), torch.equal(before, one.weight)
 
 
+def cannot_cast(run: Run) -> None:
+    """No memory is left where weights go back into their buckets before a cast."""
+    run.optimizer._driver.gather.prepare = mock.Mock(side_effect=torch.OutOfMemoryError("injected"))
+
+
+def cannot_step(run: Run) -> None:
+    """Apex reads them just before its kernel."""
+    for group in run.optimizer.param_groups:
+        group["betas"] = None
+
+
+def partial(run: Run) -> None:
+    run.optimizer._plan.validity.broke_off("an optimizer step")
+
+
+ONE_RANK: dict[str, tuple[Callable[[Run], None], Callable[[Run], object]]] = {
+    "cast in a step": (cannot_cast, lambda run: run.step(1)),
+    "cast": (cannot_cast, lambda run: run.optimizer.refresh()),
+    "step": (cannot_step, lambda run: run.step(1)),
+    "refresh": (partial, lambda run: run.optimizer.refresh()),
+    "save": (partial, lambda run: run.optimizer.state_dict()),
+}
+
+
+def one_rank(name: str, on_gpu: bool) -> tuple[str, float, list[str]]:
+    """The error of a call for which rank 1 is not ready, the seconds it took, and what is wrong after a load."""
+    event, call = ONE_RANK[name]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(host_on_cpu())
+        if on_gpu:
+            stack.enter_context(mock.patch.object(rank_report, "_is_on_gpu", return_value=True))
+        run = Run(Case())
+        run.step(0)
+        state = copy.deepcopy(run.optimizer.state_dict())
+        limit_collectives(8)
+        if dist.get_rank() == 1:
+            event(run)
+        started = time.monotonic()
+        said = error_of(lambda: call(run))
+        seconds = time.monotonic() - started
+        limit_collectives(30)
+        vars(run.optimizer._driver.gather).pop("prepare", None)
+        run.optimizer.load_state_dict(state)
+        return said, seconds, run.wrong()
+
+
 PACKAGE = "zerocast.integrations.apex"
 OPTIONS = {
     "overlap_param_sync": "before the masters of the others have stepped",
@@ -257,6 +308,15 @@ def test_an_apex_of_another_shape(host_ranks: Ranks) -> None:
     (said,) = host_ranks(1)(without, "default_shard_size")
     assert said.startswith("RuntimeError: DistributedFusedAdam has no default_shard_size: this Apex has an API that")
     assert "this Apex has a layout that" in host_ranks(1)(of_another_layout)[0]
+
+
+@needs_apex
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank(host_ranks: Ranks, name: str, on_gpu: bool) -> None:
+    """All raise, and none waits for its timeout; with the reports of ranks as on a GPU, too."""
+    for said, seconds, wrong in host_ranks(2)(one_rank, name, on_gpu):
+        assert said and seconds < 7 and wrong == [], (said, seconds, wrong)
 
 
 @needs_apex

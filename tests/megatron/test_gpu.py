@@ -15,6 +15,8 @@ from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.test_checkpoints import KINDS, check
+from tests.megatron.test_one_rank import ON_GPUS, told
+from tests.megatron.test_one_rank import check as check_one_rank
 from tests.megatron.test_parallel import PARALLEL, said
 from tests.megatron.training import FORMATS, Case, train, train_chunks
 from tests.workers import Ranks
@@ -41,6 +43,13 @@ def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, fo
 def test_chained_optimizers_with_buffers_of_experts(gpu_ranks: Ranks, world: int, overlap: bool, busbw: bool) -> None:
     for losses, wrong in gpu_ranks(world)(train, Case("mixed", overlap, busbw, experts=True), timeout=SECONDS):
         assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("world", [TWO])
+def test_one_rank(gpu_ranks: Ranks, world: int, name: str) -> None:
+    """All raise in the cast, before the gathers of the host."""
+    check_one_rank(name, gpu_ranks(world)(told, name, True, timeout=SECONDS))
 
 
 @pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON or "there is Muon")

@@ -1,19 +1,22 @@
 """What one rank alone cannot do: it takes part in the collectives of the others, and all raise, none at a timeout."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.hosts.stopping import limit_collectives
-from tests.megatron.attached import Attached
+from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
 from tests.workers import Ranks, error_of
+from zerocast.distributed import rank_report
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.optimizer_kinds import shares
 
@@ -85,6 +88,22 @@ def load_of_less(attached: Attached, saved: Any) -> None:
     attached.load(saved)
 
 
+def partial(attached: Attached) -> None:
+    """As a gather leaves the weights that has raised."""
+    attached.attachment._guard.validity.broke_off("an all-gather", masters=False)
+
+
+def save(attached: Attached, saved: Any) -> None:
+    """As a training loop does, whose write is collective."""
+    model = attached.run.ddp.module.sharded_state_dict(metadata=METADATA)
+    attached.run.optimizer.sharded_state_dict(model, metadata=METADATA)
+    dist.barrier()
+
+
+def save_parameters(attached: Attached, saved: Any) -> None:
+    attached.run.optimizer.save_parameter_state(os.devnull)
+
+
 def nothing(attached: Attached) -> None:
     pass
 
@@ -103,6 +122,7 @@ CASES: dict[str, tuple[Case, Callable[[Attached], None], Callable[[Attached, Any
             ("strided", strided_in(number), (step, refresh, reload, load)),
             ("moments", moments_in(number), (step,)),
             ("less", nothing, (load_of_less,)),
+            ("partial", partial, (save, save_parameters)),
         )
         for call in calls
     },
@@ -111,11 +131,13 @@ CASES: dict[str, tuple[Case, Callable[[Attached], None], Callable[[Attached, Any
     "frozen unfrozen step": (FROZEN, unfrozen, step),
 }
 
+ON_GPUS = ("dense strided step", "dense strided refresh", "experts moments step", "dense partial save")
 
-def told(name: str) -> tuple[str, str]:
+
+def told(name: str, on_gpu: bool) -> tuple[str, str]:
     """The class and text of the error of a case's call on this rank, and what a later call says."""
     case, change, call = CASES[name]
-    with case.host():
+    with case.host(), mock.patch.object(rank_report, "_is_on_gpu", return_value=on_gpu):
         attached = Attached(case)
         attached.run.step(0)
         saved = attached.saved()
@@ -133,12 +155,22 @@ def told(name: str) -> tuple[str, str]:
 
 
 @pytest.mark.notices(
-    "a step, a load or `refresh` raises on one rank before its cast",
+    "a step, a load or `refresh` raises on one rank before its cast, or a save",
     where="Megatron",
     answer="raises on all ranks that share masters with it",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank(ranks: Ranks, name: str) -> None:
-    for said, after in ranks(2)(told, name):
-        assert said.split(":")[0] in ("ValueError", "RuntimeError", "KeyError", "MemoryError"), said
-        assert ("load a checkpoint" in after) == (CASES[name][2] is not refresh), after
+    check(name, ranks(2)(told, name, False))
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_one_rank_on_a_gpu(ranks: Ranks, name: str) -> None:
+    """Where a plan of its own would let the other ranks go on to their gathers."""
+    check(name, ranks(2)(told, name, True))
+
+
+def check(name: str, by_rank: list[tuple[str, str]]) -> None:
+    for said, after in by_rank:
+        assert said.split(":")[0] in ("ValueError", "RuntimeError", "KeyError", "MemoryError", "InvalidWeights"), said
+        assert ("load a checkpoint" in after) == (CASES[name][2] not in (refresh, save, save_parameters)), after

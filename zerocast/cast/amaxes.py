@@ -376,6 +376,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         layout: AmaxLayout[int],
         group: Group,
         names: Sequence[str],
+        raises_together: bool,
     ) -> None:
         shards = partition.shards
         with_kept_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
@@ -390,7 +391,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         if cut.bytes:
             self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
         numbers = self._part(Span(layout.flags.start, layout.call.stop))
-        self.reports = CastReports(group, numbers, [names[index] for index in layout.flag_of])
+        self.reports = CastReports(group, numbers, [names[index] for index in layout.flag_of], raises_together)
 
     def reduce(self) -> None:
         """Reduce the measured amaxes over the ranks, with the amaxes that frameworks keep, as they

@@ -10,12 +10,13 @@ parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +129,8 @@ class Host:
         claim: the owner's claim on the weights; None to let the driver take it.
         live_weight: returns the weight at an index as the model reads it now, if that may be a
             different object from the one in `weights`. None otherwise.
+        raises_together: as CastPlan takes it, for a host that starts its gathers itself, in which a
+            rank that raised alone would be missing.
         is_saved_by_autograd: True if autograd functions of the host save weights for a backward
             pass. They notice a cast by the version counter.
     """
@@ -147,6 +150,7 @@ class Host:
     validity: Validity = field(default_factory=Validity)
     claim: Claim | None = None
     live_weight: Callable[[int], QuantizedWeight] | None = None
+    raises_together: bool = False
     is_saved_by_autograd: bool = True
 
 
@@ -160,6 +164,8 @@ class Driver(Generic[AnyPlan]):
 
     def __init__(self, plan: AnyPlan, gather: Gather) -> None:
         self.plan, self.gather = plan, gather
+        # True if the last cast has raised, which it does on all ranks.
+        self._has_raised = False
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -174,6 +180,17 @@ class Driver(Generic[AnyPlan]):
         raised by the cast, on every rank (`Plan.ready`).
         """
         self.plan.ready(detail, self._find, problem)
+
+    def refuse(self, problem: Exception) -> None:
+        """Take part in a cast that the other ranks make, so that they raise the problem of this
+        rank. Does nothing if that cast has raised here.
+        """
+        if not self._has_raised:
+            # The caller raises the problem.
+            with contextlib.suppress(Exception):
+                self._has_raised = True
+                self.ready(problem=problem)
+                self.plan.run()
 
     def master_views(self) -> Iterator[MasterViews]:
         """Yield the masters of all parameters, for `zerocast.verify`. Collective.
@@ -195,8 +212,10 @@ class Driver(Generic[AnyPlan]):
         self.follow_masters()
 
     def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
+        self._has_raised = True
         self.plan.ready(find=find)
         self.plan.run(repeat=repeat, gather=gather)
+        self._has_raised = False
         self.finish_cast(repeat)
 
 
@@ -228,6 +247,7 @@ class CastDriver(Driver[CastPlan]):
             scale_cuts=host.scale_cuts,
             validity=host.validity,
             claim=host.claim,
+            raises_together=host.raises_together,
         )
         super().__init__(plan, host.gather)
         self.plan.validity.owner = weakref.ref(self)
@@ -379,6 +399,25 @@ class CastDriver(Driver[CastPlan]):
         """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
         of_plain = [master for _, master in (*self._plain, *self._plain_on_cpu)]
         self.plan.validity.watch([*self._flat, *of_plain], sharded=self.plan.group.size > 1)
+
+
+def raising_together(method: Callable[..., Any], drivers: Sequence[CastDriver]) -> Callable[..., Any]:
+    """Wrap a method that casts by `drivers`, in this order: an exception before a cast is raised on
+    all ranks of that cast. They would wait for this rank otherwise.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = [driver.plan.validity.casts for driver in drivers]
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            for driver, casts in zip(drivers, before, strict=True):
+                if driver.plan.validity.casts == casts and driver.plan.has_peers:
+                    driver.refuse(error)
+                    break
+            raise
+
+    return call
 
 
 class StepCollectives(NamedTuple):

@@ -176,6 +176,9 @@ class CastPlan(Plan):
         validity: the validity of the weights, or of more that is written together with them; None
             for a new one.
         claim: the owner's claim on these weights. None while the plan has no owner.
+        raises_together: True to raise an error of one rank on all ranks in the same cast, also on a
+            GPU, for which the CPU waits in each cast. Otherwise a GPU's other ranks raise it in
+            their next cast.
 
     Spans may leave gaps, whose bytes are never written. A weight without a master on any rank stays
     as it is. The constructor is collective: it raises TypeError or ValueError on every rank for an
@@ -200,6 +203,7 @@ class CastPlan(Plan):
         scale_cuts: Sequence[range | None] | None = None,
         validity: Validity | None = None,
         claim: Claim | None = None,
+        raises_together: bool = False,
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
@@ -218,6 +222,7 @@ class CastPlan(Plan):
         self._switched: SwitchedBytes | None = None
         # True if casts belong to the steps of a caller, which ranks compare.
         self._compares_steps = given.caller is not None
+        self._raises_together = raises_together
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         # The indices of the weights that have a master on any rank, for as long as the plan lives.
         # A weight without a master on any rank is frozen.
@@ -263,8 +268,8 @@ class CastPlan(Plan):
         After an exception during the cast the weights cannot be read until another cast has
         completed. Raises RuntimeError, on every rank, if the masters of the last cast were NaN or
         Inf. An error in the masters of one rank now is raised on every rank too. On a GPU that rank
-        raises it now and the others in their next cast. If that rank continues, it must first take
-        part in the gather of the others.
+        raises it now and the others in their next cast, without `raises_together`. If that rank
+        continues, it must first take part in the gather of the others.
         """
         self.ready(find=functools.partial(self._check_cpu_masters, update) if self._tables.on_cpu else None)
         self.run(skip=skip, update=update, repeat=repeat)
@@ -600,7 +605,9 @@ class CastPlan(Plan):
         shards, is_alone = self._partition.shards, self.group.size == 1
         cut = SplitBlocks.of(self._partition, self._cast)
         layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
-        self.amaxes = PlanAmaxes(self._partition, self._cast, cut, layout, self.group, self._names)
+        self.amaxes = PlanAmaxes(
+            self._partition, self._cast, cut, layout, self.group, self._names, self._raises_together
+        )
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()

@@ -134,18 +134,19 @@ class CastReports:
     no loss would show it, hence the flags.
 
     On a CPU the calls are compared as soon as they are reduced, the flags before the next cast. On
-    a GPU both are copied to the CPU in one copy behind the cast. It is read at a later call, which
-    is the same on all ranks: when a copy arrives differs between them, and a rank that raised alone
-    would leave the others in their next collective.
+    a GPU both are copied to the CPU in one copy behind the cast, unless `raises_together`. It is
+    read at a later call, which is the same on all ranks: when a copy arrives differs between them,
+    and a rank that raised alone would leave the others in their next collective.
 
     Args:
         group: the ranks of the all-reduce.
         numbers: the part of the packed amaxes at a fixed address, a flag for each of `names`, then
             the two numbers of the call, or none.
         names: the weights that have flags.
+        raises_together: True to compare on a GPU as on a CPU, which waits for the device.
     """
 
-    def __init__(self, group: Group, numbers: Tensor, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, numbers: Tensor, names: Sequence[str], raises_together: bool = False) -> None:
         self._group, self._names = group, names
         self._numbers, self._digests = numbers, numbers[len(names) :]
         self.compares_calls = self._digests.numel() > 0
@@ -155,9 +156,9 @@ class CastReports:
         self._is_announced = False
         # The problem because of which this rank could not make its last failed call.
         self._problem: Exception | None = None
-        self.reads_late = numbers.is_cuda
+        self.reads_late = _is_on_gpu(numbers) and not raises_together
         self._late = LateCopies(numbers)
-        # On a CPU: whether the flags of the last cast were not read yet.
+        # If the copies are not read late: whether the flags of the last cast were not read yet.
         self._has_unread = False
 
     def announce(self, call: str) -> None:
@@ -268,6 +269,11 @@ def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
         "load a checkpoint, and find out what wrote the masters (a learning rate, an optimizer of your own, a state that was "
         "loaded)",
     )
+
+
+def _is_on_gpu(numbers: Tensor) -> bool:
+    """Return True if the CPU would wait for the device to read them. Tests replace this."""
+    return numbers.is_cuda
 
 
 def _digest(call: str) -> int:
