@@ -67,7 +67,8 @@ class WeightGather(Gather):
     def __init__(
         self, buffers: Sequence[BucketBytes], group: Group, validity: Validity, backend: str, overlap: bool
     ) -> None:
-        self._buffers = sorted(reversed(buffers), key=lambda buffer: not buffer.is_plain)
+        in_forward_order = buffers[::-1]
+        self._buffers = sorted(in_forward_order, key=lambda buffer: not buffer.is_plain)
         self._group, self._validity, self._overlap = group, validity, overlap
         self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
         # The bucket of a weight, by the id of its state.
