@@ -172,45 +172,46 @@ def _methods(owner: Any) -> set[tuple[str, Any]]:
     return {(name, RefusedMethod if isinstance(value, RefusedMethod) else id(value)) for name, value in held}
 
 
-def interrupted() -> list[tuple[str, bool]]:
-    """Where the plan of the second optimizer fails, and where methods were replaced: the error, and whether any still are."""
+@on_ranks(2)
+def test_an_attachment_that_fails_half_way_leaves_nothing() -> None:
+    """Where the plan of the second optimizer fails, and where methods were replaced."""
     with host():
         run = _built(Case(MIXED, experts=True))
         owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
-        before, found = [_methods(owner) for owner in owners], []
+        before = [_methods(owner) for owner in owners]
         plans = [cast_host.CastPlan([], [], []), ValueError("no")]
-        for failing in (
-            mock.patch.object(cast_host, "CastPlan", side_effect=plans),
-            mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")),
+        for failing, error in (
+            (mock.patch.object(cast_host, "CastPlan", side_effect=plans), "ValueError: rank 0: no"),
+            (mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")), "ValueError: no"),
         ):
             with failing:
-                said = error_of(lambda: _attach(run))
-            found.append((said, [_methods(owner) for owner in owners] != before))
-        return found
+                assert error_of(lambda: _attach(run)) == error
+            assert [_methods(owner) for owner in owners] == before
 
 
-def forced_sync() -> SimpleNamespace:
+@on_ranks(2)
+def test_a_forced_sync_leaves_nothing_stale() -> None:
     """With overlap, between the step and the next forward pass."""
     with host():
         run = _built(Case(MIXED, overlap=True))
         _attach(run)
         run.step(0)
         copied = [w.state for w in run.weights.values() if w.format.columnwise is Columnwise.TRANSPOSE]
-        stale = [not state.columnwise_is_fresh() for state in copied]
+        assert copied and not any(state.columnwise_is_fresh() for state in copied)
         run.force_sync()
-        first = run.stale_bytes()
+        assert not run.stale_bytes()
         run.step(1)
         for group in run.ddp.bucket_groups:
             group.start_param_sync()  # in flight
         read = {name: weight.rowwise_data.clone() for name, weight in run.weights.items()}
-        same = {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
+        assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
         run.force_sync()
-        same |= {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
-        return SimpleNamespace(stale=stale, first=first, second=run.stale_bytes(), same=same)
+        assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
+        assert not run.stale_bytes()
 
 
-def masters_by_hand() -> dict[str, int]:
-    """After masters were written by hand."""
+@on_ranks(2)
+def test_masters_written_by_hand_are_cast_by_refresh() -> None:
     with host():
         run = _built(Case(MIXED))
         attached = _attach(run)
@@ -220,7 +221,7 @@ def masters_by_hand() -> dict[str, int]:
                 master.mul_(1.5)
         assert run.stale_bytes()
         attached.refresh()
-        return run.stale_bytes()
+        assert not run.stale_bytes()
 
 
 pytestmark = needs_megatron
@@ -309,18 +310,3 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refused_with_the_reason(ranks: Ranks, case: Any, arguments: tuple[Any, ...], message: str) -> None:
     for said in ranks(2)(case, *arguments):
         assert re.match(message, said), said
-
-
-def test_an_attachment_that_fails_half_way_leaves_nothing(ranks: Ranks) -> None:
-    assert ranks(2)(interrupted) == [[("ValueError: rank 0: no", False), ("ValueError: no", False)]] * 2
-
-
-def test_a_forced_sync_leaves_nothing_stale(ranks: Ranks) -> None:
-    for found in ranks(2)(forced_sync):
-        assert found.stale and all(found.stale)
-        assert not found.first and not found.second
-        assert all(found.same.values())
-
-
-def test_masters_written_by_hand_are_cast_by_refresh(ranks: Ranks) -> None:
-    assert ranks(2)(masters_by_hand) == [{}, {}]

@@ -1,12 +1,11 @@
 """full_state_dict: masters under the names of the model, whatever the optimizer calls them."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast.optim import full_state_dict
 from zerocast.optim.pretrained import _gathered
 
@@ -37,7 +36,8 @@ def masters_of(optimizer: zerocast.ZeroAdamW) -> dict[str, Tensor]:
     return {name: _gathered(master, group, name).clone() for name, master in optimizer.state_dict()["model"].items()}
 
 
-def names_of_a_part() -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_of_a_part_has_other_names() -> None:
     model = Around()
     optimizer = trained(model.net.named_parameters())
     model(torch.randn(4, 32, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -51,11 +51,6 @@ def names_of_a_part() -> None:
     weight = model.net[0].weight
     assert not torch.equal(state["net.0.weight"], weight.dequantize().float())
     assert torch.equal(state["0.weight"], model.get_parameter("0.weight"))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizer_of_a_part_has_other_names(world: int, ranks: Ranks) -> None:
-    ranks(world)(names_of_a_part)
 
 
 @on_ranks(2)
