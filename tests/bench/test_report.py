@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zerocast.bench.clock import Times
-from zerocast.bench.render import markdown, plot
+from zerocast.bench.render import markdown
 from zerocast.bench.report import CopyRate, Failure, Measurement, Report, regressions, stored_ratios
 from zerocast.bench.row import ADAM, CAST, Row, all_rows, select
 from zerocast.bench.workload import Workload
@@ -115,17 +115,6 @@ def test_markdown_has_a_line_a_measurement_and_names_failures():
     ]  # fmt: skip
     assert "* T cast fp8_current by theirs: does not run" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
-
-
-def test_the_plot_is_a_picture(tmp_path: Path):
-    path = tmp_path / "report.png"
-    plot(report(at(1.25), at(9.0, "theirs")), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_rows_have_names_of_their_own():
-    names = [row.name for row in all_rows()]
-    assert len(set(names)) == len(names)
 
 
 def test_select():
