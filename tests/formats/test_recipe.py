@@ -243,10 +243,6 @@ def test_a_nominal_dtype_that_is_none_changes_nothing() -> None:
     assert formats_of(model) == {}
 
 
-def test_public() -> None:
-    assert zerocast.Recipe is Recipe
-
-
 def test_attributes_of_a_parameter_go_over_to_its_weight() -> None:
     model = nn.Linear(32, 32, bias=False)
     model.weight.partition_dim = 1

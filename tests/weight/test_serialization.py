@@ -173,10 +173,3 @@ def test_a_transposed_reading_is_not_copied() -> None:
     for copied in (copy.deepcopy, pickle.dumps, lambda w: w.clone()):
         with pytest.raises(RuntimeError, match="transposed"):
             copied(cast("nvfp4").t())
-
-
-def test_swap_tensors() -> None:
-    a, b = (nn.Parameter(cast("nvfp4", seed)) for seed in (1, 2))
-    expected = casts.bytes_of(b)
-    torch.utils.swap_tensors(a, b)
-    casts.assert_same_bytes(casts.bytes_of(a), expected)
