@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
@@ -31,7 +31,7 @@ from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
 from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
-from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
+from zerocast.distributed.agreement import from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
@@ -144,13 +144,16 @@ def read(
     """Load a checkpoint whose files were compared with its manifest."""
     reader = SafeReader(path)
     group = group_of(optimizer)
-    metadata = reader.read_metadata()
-    saved = metadata.state_dict_metadata
+
+    def prepare() -> tuple[Metadata, dict[str, Any]]:
+        metadata = reader.read_metadata()
+        return metadata, optimizer.state_to_overwrite(_moments_of(metadata.state_dict_metadata))
 
     # The tensors that a reader is to fill: of the optimizer, of untrained parameters and buffers,
     # and of the caller.
+    metadata, state = together(group, prepare, LOADS)
+    saved = metadata.state_dict_metadata
     saved_moments = _moments_of(saved)
-    state = optimizer.state_to_overwrite(saved_moments)
     delayed_scaling = state["zerocast"]
     for name in list(delayed_scaling):
         if _unfit(saved, f"zerocast.{name}", delayed_scaling[name]):

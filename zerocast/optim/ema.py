@@ -243,16 +243,17 @@ class Averages:
     def swapped(self, check: Callable[[], None], exchange: Callable[[], None]) -> Iterator[None]:
         """A context in which the weights are cast from exchanged masters. `exchange` replaces the
         masters, and is called again at the end to restore them. A RuntimeError of `check` on one
-        rank is raised on all.
+        rank is raised on all, and so are partial weights.
         """
         validity = self._driver.plan.validity
-        validity.check(Use.SWAP)
+        problem: RuntimeError | None = validity.partial
+        if problem is None:
+            validity.check(Use.SWAP)
         self._reducer.check_same_call("swaps an average in")
-        problem = None
         try:
             check()
         except RuntimeError as error:
-            problem = error
+            problem = problem or error
         self._driver.ready(problem=problem)
         if self._driver.plan.problem is not None:
             self._driver.join_collectives("swapping an average in", StepCollectives())

@@ -3,7 +3,7 @@ full_state_dict, which gathers full masters from it.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from zerocast.checkpoint.checkpoint import group_of
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import together
 from zerocast.distributed.group import Group
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 from zerocast.weight import QuantizedWeight
@@ -38,10 +38,11 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
     names of shared ones). Raises RuntimeError if a file cannot be read to its end: every call of
     the optimizer then raises, until a state or masters are loaded.
     """
-    state = optimizer.state_to_overwrite()
+    group = group_of(optimizer)
+    state = together(group, optimizer.state_to_overwrite, "loads masters")
     with contextlib.ExitStack() as stack:
         begin = partial(stack.enter_context, optimizer.overwriting())
-        read_masters(state["model"], source, ignore, group_of(optimizer), begin)
+        read_masters(state["model"], source, ignore, group, begin)
         for moments in state["optim"]["state"].values():
             for tensor in moments.values():
                 own_elements = tensor.flat if isinstance(tensor, TensorShard) else tensor
@@ -65,9 +66,7 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dty
     written parameters (`ZeroAdamW.state_dict`).
     """
     group = group_of(optimizer)
-    names = names_in(optimizer)
-    validate_across_ranks(group, (), _without_master(model, names), "gathers masters")
-    masters = optimizer.state_dict()["model"]
+    names, masters = together(group, partial(_masters_of, model, optimizer), "gathers masters")
     # Full values by the id of their parameter.
     values: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -94,15 +93,19 @@ def names_in(optimizer: ZeroOptimizer) -> dict[int, str]:
     }
 
 
-def _without_master(model: nn.Module, names: Mapping[int, str]) -> ValueError | None:
+def _masters_of(model: nn.Module, optimizer: ZeroOptimizer) -> tuple[dict[int, str], dict[str, Tensor]]:
+    """Return the optimizer's name of each of its parameters, by the parameter's id, and the masters
+    by these names. Raises ValueError for a trained weight of the model without a master.
+    """
+    names = names_in(optimizer)
     for name, parameter in model.named_parameters():
         trains = isinstance(parameter, QuantizedWeight) and parameter.requires_grad and parameter.numel()
         if trains and id(parameter) not in names:
-            return ValueError(
+            raise ValueError(
                 f"{name} requires a gradient and is not a parameter of this ZeroAdamW, so its master is unknown: pass the "
                 "optimizer that was built over this model, or call requires_grad_(False) on weights that are not trained"
             )
-    return None
+    return names, optimizer.state_dict()["model"]
 
 
 def _gathered(master: Tensor, group: Group, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from zerocast.formats.layout import Span
 from zerocast.optim.update_rule import rule_of
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
+from zerocast.weight.validity import Use
 from zerocast.weight.weight import NOMINAL_DTYPES
 
 # Owners that take parameters over from each other.
@@ -32,17 +33,18 @@ Named = tuple[str, Tensor, int]
 
 
 def check_owners(named: Sequence[Named], who: str) -> None:
-    """Raise RuntimeError for a weight that has no value yet, and for one that has another owner, as
-    seen by the new owner `who`.
+    """Raise RuntimeError for a weight that has no value, or a partial one, and for one that has
+    another owner, as seen by the new owner `who`.
     """
     for name, parameter, _ in named:
-        if not isinstance(parameter, QuantizedWeight):
+        if not isinstance(parameter, QuantizedWeight) or parameter.high_precision_init_val is not None:
             continue
-        if not parameter.state.ever_cast and parameter.high_precision_init_val is None:
+        if not parameter.state.ever_cast:
             raise RuntimeError(
                 f"{name}, {parameter!r}, has never been cast: masters start from its value, so set one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
             )
+        parameter.state.validity.check(Use.READ)
     other = find_conflict(_held(named), lambda claim: claim.who in OURS, _parameters(named))
     if other is not None:
         raise RuntimeError(
