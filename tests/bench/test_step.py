@@ -7,10 +7,12 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.workers import Ranks
 from zerocast import gemm
@@ -103,6 +105,35 @@ def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
     for name in chosen.variants:
         assert losses[f"{name} compiled"] == pytest.approx(losses[f"{name} eager"], abs=1e-2)
     assert all(v.host.compiles == (v.host.package != "transformer_engine") for v in variant.VARIANTS)
+
+
+def in_cuda_graphs(config: StepConfig) -> tuple[list[list[float]], int, set[str | None]]:
+    """The losses of all rows, the number of steps that were announced to the compiler, and the modes of the blocks."""
+    modes: list[str | None] = []
+    compile_block = nn.Module.compile
+
+    def noted(block: nn.Module, *args: Any, **kwargs: Any) -> None:
+        modes.append(kwargs.get("mode"))
+        compile_block(block, *args, **kwargs)
+
+    with (
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin") as begun,
+        mock.patch.object(nn.Module, "compile", noted),
+    ):
+        report = ran(config)
+    assert report["failures"] == []
+    return [row["losses"] for row in report["rows"]], begun.call_count, set(modes)
+
+
+def test_cuda_graphs_of_blocks(ranks: Ranks) -> None:
+    """A CPU has none, so that the values are those without."""
+    config = replace(TINY, variants=("zero_adamw:fp8_current",), modes=("compiled",), micro_batches=2)
+    ((losses, begun, modes),) = ranks(1)(in_cuda_graphs, config, timeout=120.0)
+    ((graphed, steps, of_graphs),) = ranks(1)(in_cuda_graphs, replace(config, cuda_graphs=True), timeout=120.0)
+    assert graphed == losses
+    assert (begun, modes) == (0, {None})
+    # Those before the clock, those that are timed in two ways, and one that counts bytes.
+    assert (steps, of_graphs) == (TINY.warm_up + 2 * TINY.steps + 1, {"reduce-overhead"})
 
 
 def test_micro_batches_train_as_one_batch_and_gather_once(ranks: Ranks) -> None:

@@ -122,6 +122,11 @@ class StepConfig:
     """Learning rate of AdamW, after a linear increase over the first 20 steps."""
     compiler: str = "inductor"
     """Backend of torch.compile."""
+    cuda_graphs: bool = False
+    """Also record compiled blocks as CUDA graphs (torch.compile's mode "reduce-overhead"). That is
+    for ZeroAdamW: FSDP2 gathers weights into memory that moves, so its blocks would be recorded in
+    every step.
+    """
     profile: bool = False
     """Also profile two free-running steps of each row: kernels, host calls, and the waits of the
     host.

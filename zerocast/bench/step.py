@@ -199,7 +199,8 @@ class StepBench:
         def compile_block(block: nn.Module) -> None:
             # A fast recipe has compiled it. This does so again, by the compiler of this run.
             if row.mode == "compiled":
-                block.compile(fullgraph=True, backend=config.compiler)
+                mode = "reduce-overhead" if config.cuda_graphs else None
+                block.compile(fullgraph=True, backend=config.compiler, mode=mode)
 
         training = row.train(model, config.lr, compile_block)
         if config.keep_gathered:
@@ -239,6 +240,9 @@ class StepBench:
 
     def _step(self, training: Training, tokens: Tensor, after_forward: Callable[[], object] = lambda: None) -> Tensor:
         """Step over `tokens` (sequences, sequence + 1) in micro-batches."""
+        if self._config.cuda_graphs:
+            # Once a step, since its micro-batches add to gradients that are outputs of graphs.
+            torch.compiler.cudagraph_mark_step_begin()
         return training.step(tokens.chunk(self._config.micro_batches), after_forward)
 
     def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], list[float], int | None]:
