@@ -1,5 +1,6 @@
 """`serve` refuses before training what no export of the trained weights could hold for an engine."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 
@@ -48,6 +49,38 @@ def test_formats_that_one_naming_has_together() -> None:
     recipe = Recipe({"*.self_attn.*_proj.weight": "mxfp8", "*.mlp.*": "nvfp4"})
     model = zerocast.quantize_(made("llama"), recipe, dtype=torch.bfloat16, serve="vllm")
     assert sum(isinstance(parameter, QuantizedWeight) for parameter in model.parameters()) == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "fmt", "said"),
+    [
+        (
+            "mamba",
+            "mxfp8",
+            r"vllm 0.32.0 loads this weight of MambaForCausalLM as identity only: match it with one of these",
+        ),
+        ("jamba", "mxfp8", r"mamba.in_proj.weight is mxfp8, and vllm 0.32.0 loads this weight of JambaForCausalLM"),
+        (
+            "bloom",
+            "nvfp4",
+            r"query_key_value.weight is nvfp4, and .* of BloomForCausalLM as fp8_current .* mxfp8 or identity only",
+        ),
+        (
+            "gpt_bigcode",
+            "fp8_block",
+            r"c_attn.weight is fp8_block, and .* as fp8_current or fp8_delayed or int4 or .* only",
+        ),
+        ("bloom", "mxfp8", ""),
+        ("mamba2", "mxfp8", ""),
+        ("falcon", "nvfp4", ""),
+    ],
+)
+def test_models_of_vllm_that_load_fewer_formats(family: str, fmt: str, said: str) -> None:
+    """tests/serve/test_vllm_families.py asks vLLM."""
+    model = on_meta(family)
+    recipe = Recipe(matrices(model, fmt))
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        recipe.for_reader("vllm", model)
 
 
 def check(names: Iterable[str]) -> None:

@@ -71,8 +71,9 @@ def test_some_families(tmp_path: Path, naming: str, fmt: str) -> None:
 
 @pytest.mark.parametrize(("naming", "fmt"), CASES)
 def test_all_families(tmp_path: Path, naming: str, fmt: str) -> None:
-    """None is read as other values. The counts are those of the page on exports."""
+    """What vLLM loads in bf16 it reads as it is, or training refuses it. The counts are those of the page on exports."""
     said = outcomes(sorted(CAUSAL), naming, fmt, tmp_path)
     counts = Counter(text.partition(":")[0] for text in said.values())
     print(naming, fmt, dict(counts), *(f"{family}: {text}" for family, text in said.items()), sep="\n")
-    assert not [family for family, text in said.items() if "is read as" in text or text == "nothing is quantized"]
+    known = ("equal", "not loaded in bf16", "not built", "no weight", "refused by the export")
+    assert counts.keys() <= {*known} and counts["equal"] > 50

@@ -14,6 +14,26 @@ from zerocast.formats.spec import FormatSpec
 
 
 @dataclass(frozen=True)
+class Limited:
+    """Weights that the models of an engine load in some formats only.
+
+    Attributes:
+        architectures: the classes of these models in transformers.
+        layers: the last parts of the names of their layers.
+        formats: the formats in which they are loaded.
+    """
+
+    architectures: tuple[str, ...]
+    layers: tuple[str, ...]
+    formats: frozenset[str] = frozenset()
+
+    def excludes(self, name: str, fmt: FormatSpec) -> bool:
+        """Return True for a weight that these models do not load in its format."""
+        is_quantized = fmt.element is not None and fmt.name not in self.formats
+        return is_quantized and name.endswith(tuple(f".{layer}.weight" for layer in self.layers))
+
+
+@dataclass(frozen=True)
 class Reader:
     """The facts of one engine.
 
@@ -23,30 +43,39 @@ class Reader:
         fused: the weights that it lays behind each other, a group of patterns of names for each
             kind of layer.
         namings: the formats that it reads in each naming of `zerocast.export`.
+        limited: the weights that its models load in fewer formats.
     """
 
     name: str
     version: str
     fused: Patterns
     namings: Mapping[str, frozenset[str]]
+    limited: tuple[Limited, ...] = ()
 
     @property
     def formats(self) -> frozenset[str]:
         """The formats that it reads in some naming."""
         return frozenset().union(*self.namings.values())
 
-    def check(self, formats: Mapping[str, FormatSpec], shapes: Mapping[str, Sequence[int]]) -> None:
+    def check(self, formats: Mapping[str, FormatSpec], shapes: Mapping[str, Sequence[int]], architecture: str) -> None:
         """Raise ValueError for weights that the engine could not read.
 
         Args:
             formats: the format of every matrix of a model by name; plain ones are identity.
             shapes: their shapes.
+            architecture: the name of the model's class.
         """
         for name, fmt in formats.items():
             if fmt.element is not None and fmt.name not in self.formats:
                 raise ValueError(
                     f"{name} is {fmt}, and {self.name} {self.version} reads {', '.join(sorted(self.formats))}"
                 )
+            for limit in self.limited:
+                if architecture in limit.architectures and limit.excludes(name, fmt):
+                    raise ValueError(
+                        f"{name} is {fmt}, and {self.name} {self.version} loads this weight of {architecture} as "
+                        f"{' or '.join([*sorted(limit.formats), 'identity'])} only: match it with one of these"
+                    )
         check_layers(formats)
         for group in groups_of(self.fused, formats):
             blocks = [name for name in group.names if formats[name].name == "fp8_block"]
@@ -75,6 +104,19 @@ FUSED: Patterns = (
     ("*.in_proj_b.weight", "*.in_proj_a.weight"),
 )
 _PER_TENSOR = {"fp8_current", "fp8_delayed"}
+# Of vLLM: its mixers of Mamba 1 have no quantization, and some loaders of joined query, key and
+# value divide all tensors of the weight by rows. `modelopt` has a row of scales for each.
+_LIMITED = (
+    Limited(
+        ("FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"), ("in_proj", "x_proj", "dt_proj", "out_proj")
+    ),
+    Limited(("BloomForCausalLM",), ("query_key_value",), frozenset({"mxfp4", "mxfp8", *_PER_TENSOR})),
+    Limited(
+        ("FalconForCausalLM", "GPTBigCodeForCausalLM"),
+        ("query_key_value", "c_attn"),
+        frozenset({"nvfp4", "mxfp4", "int4", "mxfp8", *_PER_TENSOR}),
+    ),
+)
 READERS: Mapping[str, Reader] = {
     "vllm": Reader(
         "vllm",
@@ -86,6 +128,7 @@ READERS: Mapping[str, Reader] = {
             "modelopt": frozenset({"nvfp4", "mxfp8", "fp8_block", *_PER_TENSOR}),
             "deepseek": frozenset({"fp8_block"}),
         },
+        _LIMITED,
     ),
     "sglang": Reader(
         "sglang",

@@ -119,7 +119,7 @@ class Recipe:
         facts = reader_called(reader)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.dim() >= 2}
         formats = {name: self.format_of(name) for name in shapes}
-        facts.check(formats, shapes)
+        facts.check(formats, shapes, type(model).__name__)
         shared = {name: group for group in groups_of(self.share_amax, shapes) for name in group.names}
         added: dict[tuple[str, ...], None] = {}
         for patterns in facts.fused:

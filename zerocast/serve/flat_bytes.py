@@ -1,12 +1,14 @@
 """The bytes of concatenated tensors: copies of them, the part of each rank, and a digest.
 
 The digest is a sum, so that a device may compute it in any order, but its words are mixed first. A
-plain weighted sum is linear, so two flipped sign bits could cancel. Here a number that depends on
-its position is added to each word of 8 bytes, and the result goes through the bijection with which
-MurmurHash3 ends: xor with its upper half and multiplication by an odd number, twice, then the xor
-again. Without the last xor pairs of flipped bits could cancel, since a sum of products with one
-number is a product with the sum. One damaged word is always noticed. The digest detects damage, but
-no attacker who computes digests.
+plain weighted sum is linear, so two flipped sign bits could cancel. `torch.hash_tensor`, a
+library's digest that runs on GPUs, is the xor of all words: words that change places, and a bit
+that flips in two of them, cancel. Here a number that depends on its position is added to each word
+of 8 bytes, and the result goes through the bijection with which MurmurHash3 ends: xor with its
+upper half and multiplication by an odd number, twice, then the xor again. Without the last xor
+pairs of flipped bits could cancel, since a sum of products with one number is a product with the
+sum. One damaged word is always noticed. The digest detects damage, but no attacker who computes
+digests.
 """
 
 import contextlib
