@@ -42,6 +42,12 @@ ZC_HD uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
+// A word whose upper 16 bits are the complement of those of mix(x).
+ZC_HD uint32_t mix_complement(uint32_t x) {
+  x = (x ^ x >> 16) * 0x85EBCA6Bu;
+  return (x ^ x >> 13) * (0u - 0xC2B2AE35u) - 1u;
+}
+
 // The key of a weight's random numbers in one step.
 ZC_HD uint32_t key_of_step(int64_t key, int64_t step) {
   return mix(static_cast<uint32_t>(key) + static_cast<uint32_t>(step) * 0x9E3779B9u);

@@ -11,15 +11,18 @@ constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which
 template <class Grad, class Amaxes>
 __device__ void update_run(const PieceStep<Grad>& step, uint32_t ordinal, const AmaxPlace& panel, Amaxes& amaxes) {
   const int64_t count = step.piece.groups(), begin = static_cast<int64_t>(ordinal) * kMomentGroups;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int64_t element = MomentGroups(step.piece, begin).element();
+  if (step.template takes_whole<kMomentGroups>(element, MomentPiece::kGroup)) {
+    return step.template whole_groups<kGroupsOfWarp>(begin + warp, element + warp * MomentPiece::kGroup, TakingTurns{},
+                                                     panel, 0, amaxes);
+  }
   // The warps share fewer groups than a thread block may have.
   const int of_block = static_cast<int>(min(count - begin, int64_t{kMomentGroups})),
-            of_warp = (of_block + kWarps - 1) / kWarps, before = static_cast<int>(threadIdx.x) / kWarpLanes * of_warp;
+            of_warp = (of_block + kWarps - 1) / kWarps, before = warp * of_warp;
   const int64_t first = begin + before, last = begin + min(before + of_warp, of_block);
   if (first >= last) return;
   MomentGroups groups(step.piece, first);
-  if (of_warp == kGroupsOfWarp && step.template takes_whole<kGroupsOfWarp>(groups.element(), MomentPiece::kGroup)) {
-    return step.template whole_groups<kGroupsOfWarp>(first, groups.element(), MomentPiece::kGroup, panel, 0, amaxes);
-  }
 #pragma unroll 1
   for (int64_t group = first; group < last; ++group, groups.advance()) {
     step.any_group(group, count, LanePlace(groups.element(), groups.first(), groups.last()), panel, 0, amaxes);
@@ -37,16 +40,19 @@ template <class Grad, Grid kGrid>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adam_8bit_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items, PieceBases bases,
                      AdamInputs adam, const int64_t* steps, AmaxSink out, CutLargest cuts) {
-  if (holds(adam.skip)) return;
   __shared__ CodeValues values;
-  read_code_values(values);
   PanelAmaxes<kGrid> amaxes;
   {
+    // Loads that do not need each other are in flight at once, as a thread block is short.
+    const CodeValuesOfThread values_of_thread;
+    const bool skips = holds(adam.skip);
     const Item item = items[blockIdx.x];
     const MomentPiece piece = pieces[item.weight];
     const PieceStep<Grad> step(bases, cuts, piece, adam, steps, values);
     const Weight w = weight_of(table, item);
     const AmaxLane lane = lane_of<kGrid>(format, w, item);
+    values_of_thread.store(values);
+    if (skips) return;
     if constexpr (kGrid == Grid::kTensor) {
       update_run(step, item.ordinal, {lane, w, out}, amaxes);
     } else {
@@ -68,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) adam_8bit_cut_kernel(PieceBases base
   __shared__ CodeValues values;
   const MomentPiece piece = pieces[blockIdx.x];
   if (max(piece.cut_first, piece.cut_last) < 0) return;
-  read_code_values(values);
+  CodeValuesOfThread().store(values);
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int64_t count = piece.groups(), group = warp == 0 ? 0 : count - 1, cut = piece.cut(group, count);
   if (warp > 1 || (warp == 1 && count == 1) || cut < 0) return;

@@ -15,12 +15,18 @@ static_assert(kOnePass8bitShape.threads() == kThreads && kOnePass8bitShape.lane_
 template <class Nominal>
 class KeptRows {
  public:
+  static constexpr bool kTakesMost = true;
+
   __device__ void row(const AmaxPlace&, int r, const AmaxRow& x) {
-    most_ = fmaxf(most_, row_amax<kOnePassColumns>(x));
+    finite_rows(row_amax<kOnePassColumns>(x));
+    finite_row(r, x);
     add_poison<kOnePassColumns>(x, poison_);
+  }
+  __device__ void finite_row(int r, const AmaxRow& x) {
     const Kept<Nominal, kWarps> kept;
     kept.keep(r, x);
   }
+  __device__ void finite_rows(float most) { most_ = fmaxf(most_, most); }
   __device__ float most() const { return most_; }
   __device__ float poison() const { return poison_; }
 
@@ -34,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
                           PieceBases bases, AdamInputs adam, const int64_t* steps, AmaxSink out, BaseList row_data) {
   if (holds(adam.skip)) return;
   __shared__ CodeValues values;
-  read_code_values(values);
+  CodeValuesOfThread().store(values);
   KeptRows<Nominal> rows;
   {
     const Item item = items[blockIdx.x];

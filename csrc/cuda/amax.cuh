@@ -79,6 +79,11 @@ struct AmaxPlace {
 template <Grid kGrid>
 class PanelAmaxes {
  public:
+  // Rows may be entered together, by their largest absolute value, if that is finite.
+  static constexpr bool kTakesMost = true;
+  __device__ void finite_row(int, const AmaxRow&) {}
+  __device__ void finite_rows(float most) { most_ = fmaxf(most_, most); }
+
   __device__ void row(const AmaxPlace&, int, const AmaxRow& x) {
     most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x));
     add_poison<kAmaxShape.lane_columns>(x, poison_);
@@ -142,6 +147,8 @@ __device__ void fold(float (&of)[n], int bit) {
 template <bool kColumns>
 class RowAmaxes {
  public:
+  static constexpr bool kTakesMost = false;
+
   __device__ void row(const AmaxPlace& at, int r, const AmaxRow& x) {
     const float most = greatest<kAmaxRows>(lane_amax(x));
     if (threadIdx.x % kAmaxRows == 0) store(at, r, most);

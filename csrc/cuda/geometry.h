@@ -35,7 +35,7 @@ constexpr PanelShape kOnePassShape{4, 16}, kOnePass8bitShape{4, 8};
 ZC_HD constexpr int one_pass_rows(int warps) { return 128 / warps; }
 
 // adam_8bit: groups of a piece that a thread block takes.
-constexpr int kMomentGroups = 64;
+constexpr int kMomentGroups = 128;
 
 // Scales: a thread takes 16 neighbouring bytes of 8 rows of a scale buffer, or of the rows that
 // repeat one.

@@ -1,8 +1,9 @@
 // AdamW on pieces of weights whose moments are kept in 8 bits, for adam_8bit and adam_8bit_cast.
 //
 // A warp processes some groups of 128 elements one at a time, a lane four neighbours of each. The
-// loads of a group are in flight while the previous group is computed. Groups are consecutive, or
-// for formats with blocks below each other, as the rows of a panel of adam_amax.
+// loads of a group are in flight while the previous group is computed. The warps of a thread block
+// take turns with groups that follow each other, or for formats with blocks a warp's groups are below
+// each other, as the rows of a panel of adam_amax.
 #pragma once
 
 #include "cuda/amax.cuh"
@@ -19,14 +20,23 @@ static_assert(kLaneElements * kWarpLanes == MomentPiece::kGroup && kGroupsOfWarp
 
 __device__ const CodeValues kCodeValues = code_values();
 
-__device__ void read_code_values(CodeValues& values) {
-  static_assert(sizeof values.first == 4 * kThreads && sizeof values.second == 4 * (kThreads + 1));
-  const int thread = static_cast<int>(threadIdx.x);
-  values.first[thread] = kCodeValues.first[thread];
-  values.second[thread] = kCodeValues.second[thread];
-  if (thread == 0) values.second[kThreads] = kCodeValues.second[kThreads];
-  __syncthreads();
-}
+// The values of codes of a thread, which are loaded at once, and stored when they have come.
+class CodeValuesOfThread {
+ public:
+  __device__ CodeValuesOfThread() : first_(kCodeValues.first[threadIdx.x]), second_(kCodeValues.second[threadIdx.x]) {}
+
+  // The whole thread block calls it.
+  __device__ void store(CodeValues& values) const {
+    static_assert(sizeof values.first == 4 * kThreads && sizeof values.second == 4 * (kThreads + 1));
+    values.first[threadIdx.x] = first_;
+    values.second[threadIdx.x] = second_;
+    if (threadIdx.x == 0) values.second[kThreads] = kCodeValues.second[kThreads];
+    __syncthreads();
+  }
+
+ private:
+  const float first_, second_;
+};
 
 // Four elements of a lane as they lie in memory; zeros for those that the piece does not have.
 template <class Grad>
@@ -40,11 +50,6 @@ struct LaneElements {
 struct LaneResults {
   Four<Float32> masters;
   uint32_t first, second;  // codes
-};
-
-// The scales of a group, or its largest moments.
-struct GroupPair {
-  float first, second;
 };
 
 // A lane's place in a group: the index in the weight of its first element, and which of the four the
@@ -73,6 +78,8 @@ struct LanePointers {
 
   // The same of element `offset` from here.
   __device__ LanePointers at(int64_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
+  // An offset of 32 bits takes fewer instructions.
+  __device__ LanePointers later(uint32_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
 
   // True if four elements may be read and written at once.
   __device__ bool aligned() const {
@@ -98,7 +105,13 @@ struct LanePointers {
     return x;
   }
 
-  __device__ void store_masters(const LaneResults& x) const { x.masters.store(p); }
+  // One store: the compiler makes four of words that are chosen one by one.
+  __device__ void store_masters(const LaneResults& x) const {
+    const uint4 bits = x.masters.bits();
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(bits.x), "r"(bits.y),
+                 "r"(bits.z), "r"(bits.w)
+                 : "memory");
+  }
   __device__ void store_masters(const LaneResults& x, const LanePlace& place) const {
     if (place.whole() && aligned()) return store_masters(x);
 #pragma unroll
@@ -168,11 +181,21 @@ struct Randoms {
       : lower(static_cast<uint32_t>(element)),
         upper_key(mix(key + static_cast<uint32_t>(element >> 32))),
         next_upper_key(mix(key + static_cast<uint32_t>(element >> 32) + 1)) {}
-  __device__ uint32_t operator[](int i) const {
+  __device__ uint32_t operator[](int i) const { return mix(seeded(i)); }
+  // A word with the upper 16 bits of the complement.
+  __device__ uint32_t complement(int i) const { return mix_complement(seeded(i)); }
+
+ private:
+  __device__ uint32_t seeded(int i) const {
     const uint32_t element = lower + i;
-    return mix((element < lower ? next_upper_key : upper_key) + element);
+    return (element < lower ? next_upper_key : upper_key) + element;
   }
 };
+
+// The value of byte `i` of some codes. A product of bytes is the offset of its entry in the table.
+__device__ float value_of(const float* table, uint32_t codes, int i) {
+  return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + __dp4a(codes, 4u << 8 * i, 0u));
+}
 
 // The elements of a lane with their fresh moments.
 template <class Grad>
@@ -182,8 +205,8 @@ class LaneMoments {
                          const CodeValues& values) {
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
-      const float m = __fmul_rn(values.first[x.m >> 8 * i & 0xFF], scales.first);
-      const float v = __fmul_rn(values.second[x.v >> 8 * i & 0xFF], scales.second);
+      const float m = __fmul_rn(value_of(values.first, x.m, i), scales.first);
+      const float v = __fmul_rn(value_of(values.second, x.v, i), scales.second);
       elements_[i] = fresh(x.p[i], x.g[i], m, v, s.adam, s.clip);
     }
   }
@@ -199,6 +222,24 @@ class LaneMoments {
     return {largest_of_warp(first), largest_of_warp(second)};
   }
 
+  // The same in fewer instructions; NaN, which no ordinary group has, if one of the moments is.
+  __device__ GroupPair ordinary_largest() const {
+    const auto& [a, b, c, d] = elements_;
+    const float first = greater_or_nan(greater_or_nan(fabsf(a.m), fabsf(b.m)), greater_or_nan(fabsf(c.m), fabsf(d.m)));
+    const uint32_t second = __vimax3_u32(bits(a.v), bits(b.v), max(bits(c.v), bits(d.v)));
+    return {largest_of_warp(first), largest_of_warp(__uint_as_float(second))};
+  }
+
+  // True if QuickGroup may be wrong about an element of an ordinary group whatever its places are.
+  __device__ static bool is_small(const Updated& x) { return !(fabsf(x.m) >= kOrdinaryLeast) || !(x.v >= kOrdinaryLeast); }
+  // The same for all elements.
+  __device__ bool has_small() const {
+    const auto& [a, b, c, d] = elements_;
+    const uint32_t ab = bits(fminf(fabsf(a.m), fabsf(b.m))), cd = bits(fminf(fabsf(c.m), fabsf(d.m)));
+    return __vimin3_u32(__vimin3_u32(bits(a.v), bits(b.v), ab), __vimin3_u32(bits(c.v), bits(d.v), cd),
+                        bits(kOrdinaryLeast)) < bits(kOrdinaryLeast);
+  }
+
   __device__ const Updated& operator[](int i) const { return elements_[i]; }
 
   // The same for an index that the compiler does not know: registers cannot be indexed.
@@ -209,9 +250,8 @@ class LaneMoments {
 
  private:
   // Positive floats are in the order of their bits.
-  __device__ static float largest_of_warp(float most) {
-    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
-  }
+  __device__ static float largest_of_warp(float most) { return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, bits(most))); }
+  __device__ static uint32_t bits(float x) { return __float_as_uint(x); }
 
   Updated elements_[kLaneElements];
 };
@@ -219,6 +259,19 @@ class LaneMoments {
 __device__ GroupPair scales_of(const GroupPair& largest) {
   return {group_scale(largest.first), group_scale(largest.second)};
 }
+
+// The largest moments of a group, and whether QuickGroup takes it.
+struct Group {
+  GroupPair largest;
+  bool ordinary;
+
+  template <class Grad>
+  __device__ Group(const LaneMoments<Grad>& moments, const StepScalars& s) {
+    largest = moments.ordinary_largest();
+    ordinary = s.is_ordinary(largest.first) && s.is_ordinary(largest.second);
+    if (!ordinary) largest = moments.largest();
+  }
+};
 
 // Overwrites elements whose bits are set by the exact results.
 template <class Grad>
@@ -237,24 +290,44 @@ __device__ void update_exactly(uint32_t which, const LaneMoments<Grad>& moments,
   }
 }
 
-// Updates elements of a group by its scales.
+// Updates elements of a group.
 template <class Grad>
-__device__ LaneResults update(const LaneMoments<Grad>& moments, const GroupPair& largest, const GroupPair& scales,
-                              const StepScalars& s, const CodeValues& values, const Randoms& randoms) {
-  const QuickGroup quick(scales.first, scales.second);
-  LaneResults to{};
-  uint32_t doubtful = largest.first < s.ordinary && largest.second < s.ordinary ? 0 : 0xF;
+__device__ LaneResults update(const LaneMoments<Grad>& moments, const Group& group, const StepScalars& s,
+                              const CodeValues& values, const Randoms& randoms) {
+  // These are the scales, or else all elements of the group are small.
+  const QuickGroup quick(group.largest);
+  LaneResults to;
+  uint32_t firsts[kLaneElements], seconds[kLaneElements];
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    const QuickGroup::Result result = quick.update(moments[i], s, randoms[i]);
+    const QuickGroup::Result result = quick.update(moments[i], s, randoms.complement(i));
     to.masters.words[i] = Float32::narrow(result.p);
-    to.first |= result.first << 8 * i;
-    to.second |= result.second << 8 * i;
-    doubtful |= result.doubtful ? 1u << i : 0;
+    firsts[i] = result.first;
+    seconds[i] = result.second;
   }
-  if (doubtful != 0) update_exactly(doubtful, moments, scales, s, values, randoms, to);
+  to.first = negate_bytes(third_bytes(firsts), sign_bytes(moments[0].m, moments[1].m, moments[2].m, moments[3].m));
+  to.second = third_bytes(seconds);
+  const auto near = [](uint32_t least) { return (least & 0xFFFFu) < QuickGroup::kDoubt; };
+  const uint32_t least =
+      least_half(least_half(firsts[0], firsts[1], firsts[2]), least_half(firsts[3], seconds[0], seconds[1]),
+                 least_half(seconds[2], seconds[3], seconds[3]));
+  if (!group.ordinary || moments.has_small() || near(least)) {
+    uint32_t doubtful = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      const bool doubts = near(firsts[i]) || near(seconds[i]) || moments.is_small(moments[i]);
+      doubtful |= !group.ordinary || doubts ? 1u << i : 0;
+    }
+    update_exactly(doubtful, moments, scales_of(group.largest), s, values, randoms, to);
+  }
   return to;
 }
+
+// The distance of a warp's groups where the warps of a thread block take turns: what they read and
+// write at one time lies together.
+struct TakingTurns {
+  __device__ operator int64_t() const { return kWarps * MomentPiece::kGroup; }
+};
 
 // The values that all groups of a piece share in a step.
 template <class Grad>
@@ -285,37 +358,70 @@ struct PieceStep {
   }
 
   // Updates such groups, the first of which is `group`, counted from the first one of the piece. They
-  // are rows of the amaxes from `row` on. A lane holds one of their scales.
-  template <int kGroups, class Amaxes>
-  __device__ void whole_groups(int64_t group, int64_t element, int64_t stride, const AmaxPlace& panel, int row,
+  // are rows of the amaxes from `row` on. A lane holds one of their scales. `stride` is an int64_t or a
+  // constant.
+  template <int kGroups, class Stride, class Amaxes>
+  __device__ void whole_groups(int64_t group, int64_t element, Stride stride, const AmaxPlace& panel, int row,
                                Amaxes& amaxes) const {
-    static_assert(2 * kGroups <= kWarpLanes);
+    static_assert(2 * kGroups <= kWarpLanes && kGroups % 2 == 0);
+    constexpr bool kConstant = !std::is_same_v<Stride, int64_t>;
+    const int64_t apart = stride;
+    const uint32_t step = static_cast<uint32_t>(apart);
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     const LanePointers<Grad> origin = arrays.elements.at(element + lane * kLaneElements);
     Randoms randoms(key, element + lane * kLaneElements);
     randoms.next_upper_key = randoms.upper_key;
     float* const scale = (lane < kGroups ? arrays.first_scales : arrays.second_scales) + group +
-                         lane % kGroups * (stride / MomentPiece::kGroup);
-    float old_scale = lane < 2 * kGroups ? *scale : 0.0f, new_scale = 0.0f;
-    LaneElements<Grad> next = origin.load();
-    const int step = static_cast<int>(stride);
-#pragma unroll 2
-    for (int i = 0; i < kGroups; ++i) {
-      const LaneElements<Grad> x = next;
-      const LanePointers<Grad> here = origin.at(i * step);
-      if (i + 1 < kGroups) next = origin.at((i + 1) * step).load();
-      const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i)};
-      const LaneMoments<Grad> moments(x, old, s, values);
-      const GroupPair largest = moments.largest(), scales = scales_of(largest);
-      const LaneResults results = update(moments, largest, scales, s, values, randoms);
-      here.store_masters(results);
-      here.store_codes(results);
-      const Four<Float32>& p = results.masters;
-      amaxes.row(panel, row + i, {p[0], p[1], p[2], p[3]});
-      new_scale = lane == i ? scales.first : lane == kGroups + i ? scales.second : new_scale;
-      randoms.lower += static_cast<uint32_t>(stride);
+                         lane % kGroups * (apart / MomentPiece::kGroup);
+    float old_scale = lane < 2 * kGroups ? *scale : 0.0f, new_largest = 0.0f;
+    // Constant distances are parts of instructions. Others are added to the first place: moving on
+    // takes more registers.
+    LanePointers<Grad> here = origin;
+    uint32_t offset = 0;
+    const auto at = [&](int k) { return kConstant ? here.later(k * step) : origin.later(offset + k * step); };
+    // Groups are loaded into two sets of registers by turns, so that none are copied.
+    LaneElements<Grad> loaded[2];
+    loaded[0] = origin.load();
+    uint32_t most = 0;
+#pragma unroll 1
+    for (int i = 0; i < kGroups; i += 2) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if (k == 0 || i + 2 < kGroups) loaded[1 - k] = at(k + 1).load();
+        const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i + k),
+                            __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i + k)};
+        const LaneMoments<Grad> moments(loaded[k], old, s, values);
+        const Group found(moments, s);
+        const LaneResults results = update(moments, found, s, values, randoms);
+        at(k).store_masters(results);
+        at(k).store_codes(results);
+        const AmaxRow x{results.masters[0], results.masters[1], results.masters[2], results.masters[3]};
+        if constexpr (Amaxes::kTakesMost) {
+          amaxes.finite_row(row + i + k, x);
+          most = __vimax3_u32(most, __float_as_uint(greater_or_nan(fabsf(x[0]), fabsf(x[1]))),
+                              __float_as_uint(greater_or_nan(fabsf(x[2]), fabsf(x[3]))));
+        } else {
+          amaxes.row(panel, row + i + k, x);
+        }
+        new_largest = lane == i + k ? found.largest.first : lane == kGroups + i + k ? found.largest.second : new_largest;
+        randoms.lower += step;
+      }
+      if (kConstant) {
+        here = here.later(2 * step);
+      } else {
+        offset += 2 * step;
+      }
     }
-    if (lane < 2 * kGroups) *scale = new_scale;
+    if (lane < 2 * kGroups) *scale = group_scale(new_largest);
+    if constexpr (Amaxes::kTakesMost) {
+      if (most < static_cast<uint32_t>(kInfinity)) return amaxes.finite_rows(__uint_as_float(most));
+      const LanePointers<Grad> first = arrays.elements.at(element + lane * kLaneElements);
+#pragma unroll 1
+      for (int i = 0; i < kGroups; ++i) {
+        const Four<Float32> p = Four<Float32>::load(first.later(i * step).p);
+        amaxes.row(panel, row + i, {p[0], p[1], p[2], p[3]});
+      }
+    }
   }
 
   // Updates one group of any size, of `count`. A cut one keeps its codes, and its largest values are
@@ -325,8 +431,8 @@ struct PieceStep {
                             Amaxes& amaxes) const {
     const LanePointers<Grad> at = arrays.elements.at(place.element);
     const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
-    const GroupPair largest = moments.largest(), scales = scales_of(largest);
-    const LaneResults results = update(moments, largest, scales, s, values, Randoms(key, place.element));
+    const Group found(moments, s);
+    const LaneResults results = update(moments, found, s, values, Randoms(key, place.element));
     at.store_masters(results, place);
     AmaxRow p;
 #pragma unroll
@@ -335,10 +441,10 @@ struct PieceStep {
     const int64_t cut = piece.cut(group, count);
     if (cut < 0) {
       at.store_codes(results, place);
-      arrays.store_scales(group, scales);
+      arrays.store_scales(group, scales_of(found.largest));
     } else if (threadIdx.x % kWarpLanes == 0) {
-      cuts.values[cut] = largest.first;
-      cuts.values[cuts.count + cut] = largest.second;
+      cuts.values[cut] = found.largest.first;
+      cuts.values[cuts.count + cut] = found.largest.second;
     }
   }
 };

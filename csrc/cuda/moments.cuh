@@ -11,14 +11,14 @@
 
 namespace zerocast::cuda {
 
-// Both moments, fresh, and the master of an element.
+// Both moments, fresh, and the decayed master of an element.
 struct Updated {
   float p, m, v;
 };
 
 __device__ inline Updated fresh(float p, float g, float old_m, float old_v, const AdamScalars& s, float clip) {
   g = __fmul_rn(g, clip);
-  return {p, __fadd_rn(__fmul_rn(s.beta1, old_m), __fmul_rn(s.one_minus_beta1, g)),
+  return {__fmul_rn(p, s.decay), __fadd_rn(__fmul_rn(s.beta1, old_m), __fmul_rn(s.one_minus_beta1, g)),
           __fadd_rn(__fmul_rn(s.beta2, old_v), __fmul_rn(__fmul_rn(s.one_minus_beta2, g), g))};
 }
 
@@ -65,23 +65,31 @@ __device__ inline float ordinary_root(float x) {
   return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(0.5f, y), root);
 }
 
+// Moments of ordinary elements are at least this, and those of ordinary groups are below kOrdinaryMost.
+constexpr float kOrdinaryLeast = 0x1p-96f, kOrdinaryMost = 0x1p38f;
+
 // The values that all elements of a step share.
 struct StepScalars {
   AdamScalars adam;
   float clip;
   Divisor root_c2;
-  float ordinary;  // below it the divisions and roots of an update are those of QuickGroup
+  uint32_t ordinary;  // groups whose largest moments have bits below it are updated by QuickGroup
 
   __device__ StepScalars(const AdamScalars& scalars, float clip) : adam(scalars), clip(clip), root_c2(scalars.root_c2) {
-    const bool divides = scalars.root_c2 >= 0x1p-30f && scalars.root_c2 <= 2.0f;
-    ordinary = divides && scalars.eps >= 0x1p-60f && scalars.eps <= 1.0f ? 0x1p62f : 0.0f;
+    const bool divides = scalars.root_c2 >= 0x1p-10f && scalars.root_c2 <= 2.0f;
+    ordinary = divides && scalars.eps >= 0x1p-60f && scalars.eps <= 1.0f ? __float_as_uint(kOrdinaryMost) : 0;
+    // Kept in a register: computed again for each group it would take ten instructions.
+    asm volatile("" : "+r"(ordinary));
   }
+
+  // Of a largest moment, or NaN.
+  __device__ bool is_ordinary(float largest) const { return __float_as_uint(largest) < ordinary; }
 };
 
 // The new master by fresh moments.
 __device__ inline float stepped(const Updated& x, const AdamScalars& s) {
   const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(x.v), s.root_c2), s.eps);
-  return __fsub_rn(__fmul_rn(x.p, s.decay), __fmul_rn(s.step_size, __fdiv_rn(x.m, denominator)));
+  return __fsub_rn(x.p, __fmul_rn(s.step_size, __fdiv_rn(x.m, denominator)));
 }
 
 // Codes of a group by its scales, as they are defined.
@@ -131,62 +139,102 @@ class ExactGroup {
   const CodeValues& values_;
 };
 
-// The update of a group whose largest moments are below `StepScalars::ordinary`, by its scales.
+// The scales of a group, or its largest moments.
+struct GroupPair {
+  float first, second;
+};
+
+// The update of a group whose largest moments are those of an ordinary group, by its scales.
+//
+// Places of codes are fixed-point numbers: byte 2 of a word is the code, and the 16 bits below it are
+// where the element lies between two boundaries. They are kDoubt / 2 too large, so that they are below
+// kDoubt where the code may be wrong.
 class QuickGroup {
  public:
-  __device__ QuickGroup(float first_scale, float second_scale)
-      : first_inverse_(approximate_reciprocal(first_scale)),
-        root_inverse_(67081.0f * approximate_inverse_root(second_scale)) {}
+  __device__ explicit QuickGroup(const GroupPair& scales)
+      : first_inverse_(approximate_reciprocal(scales.first)),
+        square_factor_(67081.0f * approximate_inverse_root(scales.second)) {}
 
-  // The new master, the codes of the moments, and whether all of this may be wrong.
+  // In units of 2**-16 of the distance between codes. What is rounded on the way to a place, the
+  // approximate instructions by 2**-22.9 of their results at most, moves it by less than half of it.
+  static constexpr uint32_t kDoubt = 16;
+
+  // The new master, and the places of the codes of the size of m and of v.
   struct Result {
     float p;
     uint32_t first, second;
-    bool doubtful;
   };
 
-  __device__ Result update(const Updated& x, const StepScalars& s, uint32_t random) const {
+  // The upper 16 bits of `complement` are those of the complement of the random bits.
+  __device__ Result update(const Updated& x, const StepScalars& s, uint32_t complement) const {
     const float root = ordinary_root(x.v);
     const float denominator = __fadd_rn(s.root_c2.divide(root), s.adam.eps);
-    const float p = __fsub_rn(__fmul_rn(x.p, s.adam.decay), __fmul_rn(s.adam.step_size, Divisor(denominator).divide(x.m)));
-    const Code first = first_code(x.m), second = second_code(root, random);
-    const bool is_small = !(fabsf(x.m) >= 0x1p-90f) || !(x.v >= 0x1p-100f);
-    return {p, first.bits, second.bits, is_small || first.doubtful || second.doubtful};
+    const float p = __fsub_rn(x.p, __fmul_rn(s.adam.step_size, Divisor(denominator).divide(x.m)));
+    return {p, first_place(x.m), second_place(root, complement)};
   }
 
  private:
-  // In units of the distance between codes. Rounding, by at most 2**-22.9 of the results of
-  // approximate instructions, moves the position of a code by less than 0.00009.
-  static constexpr float kDoubt = 0x1p-13f;
+  static constexpr float kMargin = kDoubt / 2 * 0x1p-16f;
 
-  struct Code {
-    uint32_t bits;
-    bool doubtful;
-  };
-
-  // The inverse of M is 254 t / (1 + t). The middle between the values of two codes lies
-  // 1 / (4 (254 - c)) = (1 + t) / 1016 above that of their places.
-  __device__ Code first_code(float m) const {
-    const float t1 = __fmaf_rn(fabsf(m), first_inverse_, 1.0f), t254 = __fmul_rn(fabsf(m), 254.0f * first_inverse_);
-    const float place = copysignf(__fmaf_rn(t254, approximate_reciprocal(t1), __fmul_rn(t1, -1.0f / 1016.0f)), m);
-    const float sum = __fadd_rn(place, 0x1.8p23f);
-    return {static_cast<uint32_t>(bits_of(sum)) & 0xFFu, fabsf(__fsub_rn(place, __fsub_rn(sum, 0x1.8p23f))) > 0.5f - kDoubt};
+  // With x = 1 + |m| / scale the middle between the values of codes c and c + 1 is where
+  // 127 / x + sqrt((127 / x)**2 + 1 / 4) is 253.5 - c. The hyperbola below errs by 1.1 * 2**-16 at most
+  // from that. The sum is in [128, 256), where the last bit of a float is 2**-16.
+  __device__ uint32_t first_place(float m) const {
+    const float x = __fmaf_rn(fabsf(m), first_inverse_, 0x1.fffe9cp-1f);
+    return static_cast<uint32_t>(bits_of(__fmaf_rn(approximate_reciprocal(x), -0x1.fbfcf2p+7f, 382.49573385f + kMargin)));
   }
 
-  // In units of 1/67081 the root of the value of code c is (c + 4)**2: between two of them the place
-  // is linear in the root, and rounding at random is rounding up after a random number is taken off.
-  // The smallest code is 1.
-  __device__ Code second_code(float root, uint32_t random) const {
-    const float square = __fmul_rn(root, root_inverse_);
-    const float n = __fsub_rn(__fadd_rd(approximate_root(square), 0x1p23f), 0x1p23f);
-    const float part = __fmaf_rn(-n, n, square) * approximate_reciprocal(__fmaf_rn(2.0f, n, 1.0f));
-    const float place = fmaxf(__fmaf_rn(__uint2float_rn(random >> 8), -0x1p-24f, __fadd_rn(n, part)), 4.5f);
-    const float sum = __fadd_ru(place, 0x1p23f);
-    const float rest = __fsub_rn(__fsub_rn(sum, 0x1p23f), place);
-    return {static_cast<uint32_t>(bits_of(sum)) - 0x4B000004u, fabsf(__fsub_rn(rest, 0.5f)) > 0.5f - kDoubt};
+  // In units of 1/67081 the root of the value of code c is (c + 4)**2, and v is rounded up from n**2 if
+  // (root - n**2) / (2 n + 1) > r, r being random: if n < sqrt(root - r (1 - r)) - r. So c + 3 is that
+  // number rounded down. The smallest code is 1, and everything below 1.5 becomes it. The sum is in
+  // [256, 512), where the last bit of a float is 2**-15.
+  __device__ uint32_t second_place(float root, uint32_t complement) const {
+    const uint32_t share = (complement >> 16) + 0x43000000u;  // 129 - r, as a float
+    const float centred = __fadd_rn(float_of(static_cast<int32_t>(share)), -128.5f);
+    const float square = __fmaf_rn(centred, centred, __fmaf_rn(root, square_factor_, -0.25f));
+    const float sum = __fadd_rn(approximate_root(square), 252.0f + kMargin);
+    constexpr uint32_t kCode0 = 2 * 0x43800000u + 0x43000000u;
+    return max(2 * static_cast<uint32_t>(bits_of(sum)) + share, kCode0 + 0x18000u);
   }
 
-  const float first_inverse_, root_inverse_;
+  const float first_inverse_, square_factor_;
 };
+
+// Byte 2 of each of four words.
+__device__ inline uint32_t third_bytes(const uint32_t (&words)[4]) {
+  return __byte_perm(__byte_perm(words[0], words[1], 0x62), __byte_perm(words[2], words[3], 0x62), 0x5410);
+}
+
+// The bits of a negative float's sign, in eight bits of a byte for each of four.
+__device__ inline uint32_t sign_bytes(float a, float b, float c, float d) {
+  const auto signs = [](float x, float y) {
+    uint32_t two;
+    asm("prmt.b32 %0, %1, %2, 0xFB;" : "=r"(two) : "r"(__float_as_uint(x)), "r"(__float_as_uint(y)));
+    return two;
+  };
+  return __byte_perm(signs(a, b), signs(c, d), 0x5410);
+}
+
+// Negates the bytes below 128 whose bits are set in `signs`.
+__device__ inline uint32_t negate_bytes(uint32_t bytes, uint32_t signs) {
+  const uint32_t sum = ((bytes ^ signs) & 0x7F7F7F7Fu) + (signs & 0x01010101u);
+  return sum ^ (signs & 0x80808080u);
+}
+
+// The least of the lower halves of three words, in the lower half.
+__device__ inline uint32_t least_half(uint32_t a, uint32_t b, uint32_t c) {
+#if __CUDA_ARCH__ >= 900
+  return __vimin3_u16x2(a, b, c);
+#else
+  return min(min(a & 0xFFFFu, b & 0xFFFFu), c & 0xFFFFu);
+#endif
+}
+
+// The greater of two numbers that are not negative, or NaN if one is.
+__device__ inline float greater_or_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
 
 }  // namespace zerocast::cuda
