@@ -151,6 +151,8 @@ def test_micro_batches_train_as_one_batch_and_gather_once(ranks: Ranks) -> None:
         else:
             assert gathered_again > 1.5 * gathered > 2 * of_one
         reduced = {name: nbytes for name, nbytes in row["wire_bytes"].items() if name != "weight_gather"}
+        if row["variant"].startswith("zero_adamw"):
+            reduced["allreduce_"] += 8  # after no_sync, whether a rank has gradients left
         assert {name: once["wire_bytes"][name] for name in reduced} == reduced
     assert whole["tokens"] == regathered["tokens"] == 2 * 2 * 32
 

@@ -31,6 +31,7 @@ from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.clip import PendingClip, total_norm
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter, flat_local
@@ -319,6 +320,9 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self._lay_out_moments(group)
         self.state = self._moments_on_demand({})
+        # The clip of the coming step, None without one, and whether the last step had one.
+        self._pending_clip: PendingClip | None = None
+        self._has_clipped = False
         # The memory that the tables were made for: addresses of masters and moments.
         self._bound: list[list[int]] = []
         self._memory = StorageSnapshot(())
@@ -419,6 +423,7 @@ class FusedAdamW(torch.optim.Optimizer):
             # Before the launch: even if this rank's step fails partway, all ranks cast before the
             # next gather reports it.
             manager.make_due(self)
+        self.take_clip()
         with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.plan.forget_old_amaxes()
@@ -426,6 +431,35 @@ class FusedAdamW(torch.optim.Optimizer):
             for manager in self.managers:
                 manager.plan.after_step()
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let the next step scale all gradients so that their 2-norm is at most `max_norm`. Return
+        the norm before, f32[], which is the same on all ranks. All ranks call it, once a step.
+
+        `grad` is left as it is: the step multiplies gradients as it reads them, with the bits of
+        torch.nn.utils.clip_grad_norm_ for the same norm and without its second pass over them. The
+        step raises ValueError if gradients have changed meanwhile.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = total_norm(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._pending_clip = PendingClip.of(gradients, norm, max_norm)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, as torch does, and forget a clip that no step has used."""
+        self._pending_clip = None
+        super().zero_grad(set_to_none)
+
+    def take_clip(self) -> None:
+        """Put the factor of the coming step where the step reads it."""
+        clip, self._pending_clip = self._pending_clip, None
+        if clip is not None:
+            self._clip.copy_(clip.factor)
+        elif self._has_clipped:
+            self._clip.fill_(1.0)
+        self._has_clipped = clip is not None
 
     def prepare_or_join_collectives(self) -> object:
         """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
@@ -478,8 +512,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Return `step()` and the cast that follows it as one CUDA graph, to be called in place of
         `step()`.
 
-        All ranks call it, and then all ranks call that; the gradients are reduced by then, and
-        clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
+        All ranks call it, and then all ranks call that; the gradients are reduced and clipped by
+        then. Its first call is an ordinary step, its second one records. Schedulers, ordinary
         steps in between, loading and evaluation stay as they are: learning rates are read at every
         call, whether tensors or numbers. It takes no closure and runs no step hooks, and no hook of
         a gradient calls it. Raises RuntimeError for parameters that are not on a CUDA device, and
@@ -507,6 +541,10 @@ class FusedAdamW(torch.optim.Optimizer):
         the next gather.
         """
         self._bind()
+        if self._pending_clip is not None:
+            self._pending_clip.check(
+                [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            )
         for validity in self.validities:
             # Of masters too, which another optimizer may have left partial: a step would be taken
             # for the write that completes them.
@@ -884,6 +922,7 @@ class CapturableFusedStep(CapturableStep):
                     self._cast_as_others()
             # The graph measures all masters.
             manager.plan.forget_amaxes()
+        self._optimizer.take_clip()
         with transaction(self._optimizer.validities, "a captured step"):
             if self._make_stand_ins is not None:
                 for adam in self._optimizer.passes():
