@@ -124,6 +124,8 @@ def with_elements_outside() -> dict[str, tuple[str, tuple[Any, ...]]]:
     masters = stages.table(stages.row(**where, master_offset=8))
     scales = stages.table(stages.row(**where, master_offset=0, row_scale_base=0, row_scale_offset=-1))
     of_scales = [torch.zeros(16)], [], [], []
+    stepped = stages.table(stages.row(**where, master_offset=0))
+    flats, groups, clip = [[torch.zeros(512)] for _ in range(4)], torch.zeros(1, dtype=torch.int64), torch.ones(1)
     return {
         "masters needs elements 8 to 520": (
             "partial_amax",
@@ -132,6 +134,10 @@ def with_elements_outside() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "rowwise_scale_inv needs elements -1 to 3": (
             "compute_scales",
             ("fp8_block", torch.zeros(1), scales, *of_scales, None),
+        ),
+        "scalars have 8 columns, got \\(1, 7\\)": (
+            "adam_amax",
+            ("fp8_current", torch.bfloat16, *flats, stepped, groups, torch.ones(1, 7), clip, torch.zeros(1), None),
         ),
     }
 

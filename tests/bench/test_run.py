@@ -67,6 +67,16 @@ def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
     assert not torch.equal(Shard(SMALL, fmt, BenchEnv(CPU, "cpu", seed=1)).flat, shard.flat)
 
 
+@pytest.mark.parametrize("row", select(("step",), scale=256), ids=lambda row: row.name)
+def test_a_step_steps(row: Row):
+    """The check of rows does not show it, since it compares a row with itself on another backend."""
+    job = row.work.build(row.workload, row.fmt, BenchEnv(CPU, "cpu", seed=0))
+    before = [written.clone() for written in job.written()]
+    job.run()
+    masters_and_moments = zip(before[:3], job.written()[:3], strict=True)
+    assert not any(torch.equal(old, new) for old, new in masters_and_moments)
+
+
 @pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: row.name)
 def test_the_check_notices_one_wrong_byte(row: Row):
     def spoiled(workload: Workload, fmt: str, env: BenchEnv) -> Job:
@@ -103,6 +113,12 @@ def test_the_clock_measures_the_call():
     assert times.calls == 11 and len(calls) > 11
     assert 0 <= times.device_p10_ms <= times.device_ms <= times.device_p90_ms < 10
     assert launches(lambda: None, CPU) is None
+
+
+def test_deciles_are_of_the_times_of_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Clock, "_host", lambda clock, run, calls: [float(ms) for ms in range(1, 100)])
+    times = Clock(CPU, seconds=0.0).time(lambda: None)
+    assert (times.device_p10_ms, times.device_ms, times.device_p90_ms) == (10, 50, 90)
 
 
 def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import casts
+from tests import casts, stages
 from tests.backends.test_adam_update import scalars
 from tests.host_traffic import HostTraffic
 from tests.selection import examples_on
@@ -20,9 +21,10 @@ from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, get_format
-from zerocast.backends.descriptor import Column
+from zerocast.backends.descriptor import Column, Piece
 from zerocast.backends.reference.adam import adamw
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.tables import _piece_of
 from zerocast.formats.layout import Span, whole_block_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -166,3 +168,12 @@ def test_each_master_is_read_by_one_op() -> None:
             expected.add(("adam_amax", offset, offset + numel))
     assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast"}
     assert sorted(reads.found) == sorted(expected)
+
+
+@pytest.mark.parametrize(("numel", "cut"), [(54, (5, 5)), (54 + 64, (5, -1))])
+def test_rows_of_blocks_that_begin_with_a_group_of_two_ranks(numel: int, cut: tuple[int, int]) -> None:
+    """A rank owns rows of 64 from element 10 of row 31 on. A part that is in one group begins and ends with it."""
+    owned = {"numel": 54 + 2 * 64, "start": 31 * 64 + 10, "columns": 64, "cut_first": 5, "cut_last": -1}
+    piece = [owned.get(column.name.lower(), 0) for column in Piece]
+    part = _piece_of([piece], stages.row(master_base=0, master_offset=0, numel=numel))
+    assert (part[Piece.CUT_FIRST], part[Piece.CUT_LAST]) == cut

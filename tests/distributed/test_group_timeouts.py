@@ -55,6 +55,12 @@ def test_a_timeout_that_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture)
     assert "the timeout of the process group cannot be read" in caplog.text
 
 
+def test_the_shortest_timeout_of_a_groups_backends() -> None:
+    backends = {name: mock.Mock(**{"options._timeout": timedelta(seconds=s)}) for name, s in (("cpu", 5), ("cuda", 3))}
+    group = mock.Mock(_device_types=[*backends], _get_backend=backends.get)
+    assert _timeout(group) == timedelta(seconds=3)
+
+
 def late(use: Callable[[Any, str], object], folder: str) -> float:
     """Rank 1 does not come: how long rank 0 waits until it is told."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))

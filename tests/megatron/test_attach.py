@@ -258,10 +258,17 @@ def test_nothing_stays_patched_after_quantized_params() -> None:
     assert not _changed(before)
 
 
-def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (megatron_names.FP8, "_modify_underlying_storage_impl"),
+        pytest.param(megatron_names.FP4, "modify_nvfp4_rowwise_storage", marks=needs_four_bits),
+    ],
+)
+def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     before = _everything()
-    monkeypatch.delattr(importlib.import_module(megatron_names.FP8), "_modify_underlying_storage_impl")
-    with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), quantized_params():
+    monkeypatch.delattr(importlib.import_module(module), name)
+    with pytest.raises(RuntimeError, match=f"{module} has no {name}"), quantized_params():
         pass
     monkeypatch.undo()
     assert not _changed(before)

@@ -68,6 +68,8 @@ def test_by_default_columnwise_copies_are_dropped() -> None:
     for one in (here.tensors[3], here.tensors[4], here.tensors[6]):
         assert [getattr(one, name, None) for name in COPIES] == [None] * 3
     assert [one.shape for one in buffers(here.tensors[5]).values()] == [one.shape for one in own]
+    integration().post_all_gather_processing(here.tensors)
+    assert [one._transpose_invalid for one in here.tensors[:3]] == [False] * 3
 
 
 @pytest.mark.usefixtures("te")
