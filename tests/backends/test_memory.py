@@ -169,6 +169,19 @@ def test_a_row_that_points_elsewhere_is_refused(fmt: str, value: int) -> None:
     assert not silent
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_row_of_no_elements_points_nowhere(fmt: str) -> None:
+    """What would be written may be freed: neither the extension nor the checks of an op look there."""
+    for stage, spec, arguments in recorded(fmt):
+        if stage in ("partial_amax", "partial_cast"):
+            table: Tensor = arguments["table"].clone()
+            table[0, [Column.NUMEL, Column.START]] = 0
+            table[0, [Column.MASTER_OFFSET, Column.ROW_DATA_OFFSET]] = FAR
+            changed = {**arguments, "table": table}
+            run(stage, spec, told_of(stage, changed))
+            getattr(ops, stage)("cpu", str(spec), **changed)
+
+
 def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Stages without a table: names, and good arguments."""
     big = torch.zeros(4096)

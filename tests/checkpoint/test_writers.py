@@ -58,6 +58,7 @@ def test_a_second_writer_and_a_dead_one(tmp_path: Path, other: Any) -> None:
     checkpoints, ours = Checkpoints(tmp_path), optimizer()
     with pytest.raises(RuntimeError, match=f"process {other.pid} on .* is still writing checkpoints to"):
         checkpoints.save(ours, 2)
+    assert not [*tmp_path.glob(f"{LEASE}.*")]  # by which the clock of the file system was read
     assert checkpoints.load(ours) == 1  # readers ask nobody
     os.kill(other.pid, signal.SIGKILL)
     began = time.monotonic()

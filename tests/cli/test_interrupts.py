@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,20 @@ def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
     signal.signal(signal.SIGINT, handler)
     interrupts.ignore_signals()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
+    """A job of the background ignores it; only the main thread may set a handler."""
+    handler = signal.default_int_handler if in_thread else signal.SIG_IGN
+    signal.signal(signal.SIGINT, handler)
+
+    def during_a_command() -> Any:
+        with interrupts.raised():
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert (threads.submit(during_a_command).result() if in_thread else during_a_command()) is handler
 
 
 def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

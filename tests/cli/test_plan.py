@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -422,6 +423,8 @@ def test_fsdp_gathers_codes_and_scales():
     # more than are kept: codes are there for one gather
     assert large.memory["weights"] == 3 * side + codes + 2 * 8 * (side + codes)
     shard = 512 * 256 // 8
+    # the gradients of two blocks, in bf16
+    assert planned.memory["buckets"] == 2 * 2 * 8 * shard
     assert planned.memory["moments"] == 8 * 3 * shard
     eight_bit = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=PlannedConfig(moment_dtype="8bit")))
     assert eight_bit.memory["moments"] == 2 * 3 * (shard + 4 * shard // 128)
@@ -478,6 +481,14 @@ def test_fsdp_sends_what_was_planned(ranks, hidden, shape):
             assert found == planned
 
 
+def test_entries_of_a_list_are_numbered_where_they_are_counted(tmp_path):
+    block = {"name": "layers", "count": 2, "parameters": [{"name": "w", "shape": [4]}]}
+    entries = [{"name": "head", "shape": [4]}, {"name": "w", "shape": [4], "count": 2}, block]
+    (tmp_path / "list.json").write_text(json.dumps({"parameters": entries}))
+    names = [parameter.name for parameter in read_model(str(tmp_path / "list.json")).parameters]
+    assert names == ["head", "w.0", "w.1", "layers.0.w", "layers.1.w"]
+
+
 def test_weights_that_a_format_cannot_take(capsys, tmp_path):
     (tmp_path / "odd.json").write_text(
         json.dumps({"parameters": [{"name": "w", "shape": [30, 64], "quantized": True, "count": 2}]})
@@ -506,7 +517,9 @@ def test_the_command(capsys, tmp_path, parallel):
 def test_a_sweep(capsys, tmp_path):
     """Its numbers are those of single plans, and its table shows them."""
     command = ["plan", "llama3-8b", "--sweep"]
-    assert main([*command, "--json", "--png", str(tmp_path / "sweep.png")]) == 0
+    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
+        assert main([*command, "--json", "--png", str(tmp_path / "sweep.png")]) == 0
+    assert saved.call_args.args[0].get_suptitle().startswith("llama3-8b: 8,")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads(capsys.readouterr().out)["sweep"]
     assert [row["ranks"] for row in rows] == [8, 64, 512, 4096, 16384] * 3 + [64, 512, 4096, 16384]

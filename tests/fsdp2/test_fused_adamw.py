@@ -259,6 +259,7 @@ def test_hooks_of_states_see_and_change_them_whole(moment_dtype: Any) -> None:
     assert optimizer.state["count"] == 1
     assert optimizer.state["loaded"] == 1
     optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(optimizer.moments(stepped)["exp_avg"], 4 * before, rtol=0.2, atol=0)
 
 
 Named = list[tuple[str, Any]]

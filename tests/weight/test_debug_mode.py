@@ -55,6 +55,17 @@ def test_a_weight_that_was_never_cast(debug, fmt):
     read(weight)
 
 
+def test_masters_that_are_moved_are_as_old_as_their_weight(debug):
+    weight, master, plan = weight_and_master()
+    plan.cast()
+    plan.post_all_gather()
+    moved = torch.empty_like(master).copy_(master)
+    plan.move_masters([moved])
+    read(weight)
+    moved.mul_(2)
+    assert STALE in refusal(weight)
+
+
 OPTIMIZERS: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
     "foreach": lambda p: torch.optim.AdamW([p], foreach=True),
     "fused": lambda p: torch.optim.AdamW([p], fused=True),

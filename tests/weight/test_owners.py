@@ -580,7 +580,8 @@ def weight() -> QuantizedWeight:
 )
 def test_two_attached_plans() -> None:
     w = weight()
-    first, second = Plan(w), Plan(w, 512)
+    # They share one element.
+    first, second = Plan(w, 0, 513), Plan(w, 512)
     handle = first.attach()
     with pytest.raises(ValueError, match="a CastPlan that is attached to SGD writes weights of this CastPlan"):
         second.attach()

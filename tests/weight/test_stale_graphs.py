@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from zerocast import CastPlan, Recipe, ZeroAdamW
+from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, get_format
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import EMA
 
@@ -102,3 +103,19 @@ def test_a_plan(split: bool) -> None:
         loss.backward()
     for handle in handles:
         handle.remove()
+
+
+def test_a_graph_of_a_weight_whose_format_changes() -> None:
+    weight: Any = nn.Parameter(casts.cast_whole("nvfp4", torch.randn(32, 32)))
+    product = nn.functional.linear(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True), weight)
+    weight.convert(get_format("fp8_block"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_the_format_of_a_weight_without_graphs_changes() -> None:
+    """Inference tensors have no counter of writes to raise."""
+    with torch.inference_mode():
+        weight = QuantizedWeight.empty((32, 32), "nvfp4")
+        weight.convert(get_format("fp8_block"))
+    assert weight.format == get_format("fp8_block")
