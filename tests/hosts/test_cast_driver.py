@@ -2,6 +2,7 @@
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import zerocast
 from tests import casts
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.cast.host import CastDriver, Gather, Host, PlainShard
+from zerocast.cast.host import CastDriver, Gather, Host, PlainShard, raising_together
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.integrations.patches import Patch, Patches
 
@@ -126,6 +127,22 @@ def test_weights_of_a_host_have_one_owner() -> None:
         host.attach()
     del attached
     host.attach()
+
+
+def test_an_exception_between_two_casts_is_told_by_the_second() -> None:
+    """Nobody waits for the first, which was made, or for one without peers."""
+    made, alone, second, third = [mock.Mock() for _ in range(4)]
+    for driver in (made, alone, second, third):
+        driver.plan.validity.casts, driver.plan.has_peers = 0, driver is not alone
+    error = ValueError("injected")
+
+    def step() -> None:
+        made.plan.validity.casts += 1
+        raise error
+
+    with pytest.raises(ValueError, match="injected"):
+        raising_together(step, [made, alone, second, third])()
+    assert [driver.refuse.mock_calls for driver in (made, alone, second, third)] == [[], [], [mock.call(error)], []]
 
 
 def test_patches_give_back_what_was_there() -> None:

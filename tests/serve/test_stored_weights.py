@@ -39,3 +39,13 @@ def test_masters_of_experts(ranks: Any, tmp_path: Path, world: int) -> None:
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj of shape .* is missing in the source"):
         optim.load_masters(optimizer, tmp_path)
     assert (load(str(tmp_path)) if world == 1 else all(ranks(world)(load, str(tmp_path)))) is True
+
+
+def test_a_box_of_experts(tmp_path: Path) -> None:
+    model: Any = made("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    source = stored_weights(quantized("qwen3_moe", "fp8_block"), str(tmp_path))
+    experts = [name for name in source.entries if ".experts." in name]
+    boxes = [source.read(name, (1, 2, 3), (1, 5, 7)) for name in experts]
+    wanted = [model.get_parameter(name)[1:2, 2:7, 3:10] for name in experts]
+    assert len(experts) == 2 and all(map(torch.equal, boxes, wanted))

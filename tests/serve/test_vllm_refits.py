@@ -196,8 +196,11 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
     """
     run = Run("fp8_block", tmp_path)
     with running(run.folder, tmp_path) as engine:
-        with pytest.raises(RuntimeError, match="the trainer speaks protocol 9 of refits, and this plugin 1"):
-            engine.init_weight_transfer_engine({"protocol": 9, "folder": str(tmp_path)})
+        for told, spoken in (({"protocol": 9}, 9), ({}, 0)):
+            with pytest.raises(
+                RuntimeError, match=f"the trainer speaks protocol {spoken} of refits, and this plugin 1"
+            ):
+                engine.init_weight_transfer_engine({**told, "folder": str(tmp_path)})
         calls = engine.ask("trainer_calls", folder=str(tmp_path))
         rest = ["end", "apply", "finish"]
         assert calls == ["init", "init", "start", "full", *rest, "init", "start", "delta", *rest]

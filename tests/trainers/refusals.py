@@ -136,7 +136,19 @@ def unreduced_by_accelerate(folder: Path) -> Said:
         prepared, *_ = accelerator.prepare(model, zero, *([others] if weights or head else []))
         return said(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))
 
-    return [(backward(True), UNREDUCED), (backward(False, head=True), UNREDUCED), (backward(False), "")]
+    def backward_before_and_after_a_second_model() -> list[str]:
+        accelerator, model = Accelerator(cpu=True), Seen()
+        prepared, _ = accelerator.prepare(model, shared_out(model, weights=False)[0])
+        before = said(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))
+        accelerator.prepare(Seen())
+        return [before, said(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))]
+
+    return [
+        (backward(True), UNREDUCED),
+        (backward(False, head=True), UNREDUCED),
+        (backward(False), ""),
+        *zip(backward_before_and_after_a_second_model(), ("", UNREDUCED), strict=True),
+    ]
 
 
 def unreduced_by_fabric(folder: Path) -> Said:

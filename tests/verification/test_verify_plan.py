@@ -45,6 +45,15 @@ def test_every_byte_counts(ranks: Ranks) -> None:
         assert found == wanted
 
 
+def test_one_matrix_of_several_is_named_by_its_number() -> None:
+    weight, master = QuantizedWeight.empty((3, 32, 64), "fp8_block"), torch.randn(3 * 32 * 64)
+    plan = CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    weight.rowwise_data.view(-1)[-1] ^= 1
+    assert [(found.name, found.buffer) for found in verify(plan).differences] == [("weight 0[2]", "rowwise_data")]
+
+
 def gaps() -> tuple[int, tuple[str, ...]]:
     """Elements that nobody has a master of: no cast of them is known."""
     weights = [QuantizedWeight.empty(SHAPE, fmt) for fmt in ("fp8_block", "nvfp4")]
