@@ -33,7 +33,7 @@ from zerocast.checkpoint.moments import MOMENTS
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
@@ -123,14 +123,17 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as it is now. Masters and moments are those in use, step counts copies;
-        a shared weight has its first name.
+        a shared weight has its first name. All ranks call it.
 
-        Raises RuntimeError after a step or a load that failed partway, since that would save
-        masters and moments of different steps.
+        Raises RuntimeError, on every rank, after a step or a load that failed partway on any, since
+        that would save masters and moments of different steps.
         """
+        together(self._group, self._check_save, "saves a state")
+        return self._as_dict(None)
+
+    def _check_save(self) -> None:
         for validity in self._validities():
             validity.check(Use.SAVE)
-        return self._as_dict(None)
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """Return the tensors of `state_dict` for a reader that fills them, also after a write that
@@ -203,8 +206,7 @@ class TrainingState:
         consistent again, and drops the gradients of that step.
         """
         problem = problem_of(lambda: self._check(state), "model")
-        group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
-        validate_across_ranks(group, [], problem, what="loads a state")
+        validate_across_ranks(self._group, [], problem, what="loads a state")
         with self.overwriting():
             self._load(state)
 
@@ -216,6 +218,10 @@ class TrainingState:
             if STEP in moments:
                 check_step(name, moments[STEP])
         self._loaded_groups(state)
+
+    @property
+    def _group(self) -> Group:
+        return ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
 
     def _validities(self) -> list[Validity]:
         """Return the validities of model, optimizers and masters, which are written together."""
