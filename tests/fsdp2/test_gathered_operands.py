@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.fsdp2 import models
 from tests.fsdp2.models import Grouped
 from tests.scaled_mm import emulated_grouped
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast import gemm
 from zerocast.gemm import per_row
 from zerocast.weight.gathered_operands import GatheredOperands
@@ -124,8 +124,8 @@ def test_one_launch_serves_all_experts_of_a_gather() -> None:
     assert left(model) == 0
 
 
-def micro_batches() -> tuple[dict[str, int], int]:
-    """The launches of the last of three micro-batches over one gather, and the operands that are left."""
+@on_ranks(2)
+def test_micro_batches_over_one_gather_take_a_launch_each() -> None:
     model = built(EXACT, compiled=True, reshard=False)
     with gemm.use("scaled_mm"):
         for is_last in (False, False, True):
@@ -135,11 +135,8 @@ def micro_batches() -> tuple[dict[str, int], int]:
                     module.set_reshard_after_backward(is_last)
             if not is_last:
                 run(model)
-        return dict(launches_of(model)[0]), left(model)
-
-
-def test_micro_batches_over_one_gather_take_a_launch_each(ranks: Ranks) -> None:
-    assert ranks(2)(micro_batches) == [({"upcast_together": 2 * BLOCKS}, 0)] * 2
+        assert launches_of(model)[0] == {"upcast_together": 2 * BLOCKS}
+    assert left(model) == 0
 
 
 @pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
