@@ -11,6 +11,7 @@ from tests import casts
 from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
 from zerocast.cast import partition
+from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.distributed.group import ONE_PROCESS
 
 SHAPE = (32, 64)
@@ -231,3 +232,15 @@ def test_gradients_are_never_recorded() -> None:
     assert not any(
         t.requires_grad for t in (weight.rowwise_data, weight.rowwise_scale_inv, weight.amax) if t is not None
     )
+
+
+def test_columnwise_copies_follow_data_that_is_replaced() -> None:
+    weight = torch.nn.Parameter(casts.cast_whole("nvfp4", master_of().view(SHAPE)))
+    copies = ColumnwiseCopies([weight], "cpu")  # type: ignore[list-item]
+    copies.make()
+    other = casts.cast_whole("nvfp4", master_of(1).view(SHAPE))
+    wanted = casts.bytes_of(other)
+    other.columnwise_data.zero_()
+    weight.data = other
+    copies.make()
+    casts.assert_same_bytes(casts.bytes_of(other), wanted)

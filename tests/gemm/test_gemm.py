@@ -185,6 +185,15 @@ def test_every_way_to_write_it() -> None:
 
 
 @pytest.mark.usefixtures("scaled_mm")
+def test_an_input_gradient_by_operators() -> None:
+    """As torch.func and DTensor compute it: its codes have the element of gradients there too."""
+    weight, x, grad = cast("fp8_current"), torch.randn(4, 64).to(BF16).requires_grad_(), torch.randn(4, 48).to(BF16)
+    F.linear(x, weight).backward(grad)
+    _, pull_back = torch.func.vjp(lambda x: F.linear(x, weight), x.detach())
+    assert torch.equal(pull_back(grad)[0], x.grad)
+
+
+@pytest.mark.usefixtures("scaled_mm")
 def test_autocast() -> None:
     weight, x = cast("fp8_current", nominal=torch.float32), torch.randn(4, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="not float32"):

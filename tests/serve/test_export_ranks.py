@@ -20,7 +20,7 @@ from tests.fsdp2.models import Net
 from tests.optim.memory import allocations, live_bytes
 from tests.serve.test_export import read
 from tests.workers import Ranks, error_of
-from zerocast import Recipe, ZeroAdamW
+from zerocast import QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.export import export_hf, export_safetensors
 from zerocast.fsdp2 import torch_fsdp
@@ -315,6 +315,13 @@ def test_a_rank_that_fails(ranks: Ranks, tmp_path: Path, rank: int, what: str, m
     assert first == second and message in first
     assert f"rank {rank}: " in first or what in ("the plan", "a buffer")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_codes_of_every_matrix_are_joined_and_compared(count: int) -> None:
+    weight = QuantizedWeight.empty((count, 32, 64), "fp8_block")
+    codes = weight.rowwise_data.copy_(torch.arange(count).repeat_interleave(32)[:, None])
+    assert torch.equal(slices.unpadded(weight, "rowwise_data", codes), codes.view(count, 32, 64))
 
 
 def failing_slices(folder: str) -> str:
