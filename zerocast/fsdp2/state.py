@@ -335,8 +335,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     managers = managers_of(model)
     validities = [validity_of(model), *(manager.plan.validity for manager in managers)]
     with _overlooked(validities, managers):
-        # Casts if that is due, and finds the shards.
-        state_dict(model)
+        # Shards parameters that are gathered.
         state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     tensors = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
