@@ -11,7 +11,7 @@ from zerocast.cast.host import Gather, Host
 from zerocast.distributed.bucket import Bucket
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
-from zerocast.weight.validity import Validity
+from zerocast.weight.validity import Validity, debugging
 
 ADVICE = (
     "masters that were written by hand are cast by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
@@ -100,7 +100,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
             starts=starts,
             gather=self,
             validity=Validity("load a state with optimizer.load_state_dict(...)", advice=ADVICE),
-            raises_together=True,
+            raises_together=debugging(),
         )
 
     def prepare(self) -> None:

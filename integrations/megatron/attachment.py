@@ -46,7 +46,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.patches import Patch, Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
-from zerocast.weight.validity import Use
+from zerocast.weight.validity import Use, debugging
 
 from . import host, offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
@@ -77,7 +77,7 @@ class ShareDriver(CastDriver):
                 plain=list(shards.plain.values()),
                 gather=gathers,
                 validity=guard.validity.part(),
-                raises_together=True,
+                raises_together=debugging(),
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard

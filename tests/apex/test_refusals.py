@@ -20,6 +20,7 @@ from tests.apex.checkpoints import different, held
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu, needs_apex
 from tests.apex.training import MIXED, SMALL, Case, Run
 from tests.hosts.stopping import limit_collectives
+from tests.observed import debug_mode
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW
 from zerocast.distributed import rank_report
@@ -233,6 +234,7 @@ def one_rank(name: str, on_gpu: bool) -> tuple[str, float, list[str]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(host_on_cpu())
         if on_gpu:
+            stack.enter_context(debug_mode())
             stack.enter_context(mock.patch.object(rank_report, "_is_on_gpu", return_value=True))
         run = Run(Case())
         run.step(0)

@@ -1,5 +1,6 @@
 """What one rank alone cannot do: it takes part in the collectives of the others, and all raise, none at a timeout."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
+from tests.observed import debug_mode
 from tests.workers import Ranks, error_of
 from zerocast.distributed import rank_report
 from zerocast.integrations.megatron.host import distributed_optimizers
@@ -137,7 +139,11 @@ ON_GPUS = ("dense strided step", "dense strided refresh", "experts moments step"
 def told(name: str, on_gpu: bool) -> tuple[str, str]:
     """The class and text of the error of a case's call on this rank, and what a later call says."""
     case, change, call = CASES[name]
-    with case.host(), mock.patch.object(rank_report, "_is_on_gpu", return_value=on_gpu):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(case.host())
+        if on_gpu:
+            stack.enter_context(debug_mode())
+            stack.enter_context(mock.patch.object(rank_report, "_is_on_gpu", return_value=True))
         attached = Attached(case)
         attached.run.step(0)
         saved = attached.saved()
@@ -166,7 +172,7 @@ def test_one_rank(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_one_rank_on_a_gpu(ranks: Ranks, name: str) -> None:
-    """Where a plan of its own would let the other ranks go on to their gathers."""
+    """Where the other ranks go on to their gathers without debug mode."""
     check(name, ranks(2)(told, name, True))
 
 

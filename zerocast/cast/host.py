@@ -129,8 +129,8 @@ class Host:
         claim: the owner's claim on the weights; None to let the driver take it.
         live_weight: returns the weight at an index as the model reads it now, if that may be a
             different object from the one in `weights`. None otherwise.
-        raises_together: as CastPlan takes it, for a host that starts its gathers itself, in which a
-            rank that raised alone would be missing.
+        raises_together: as CastPlan takes it, for the debug mode of a host that starts its gathers
+            itself, in which a rank that raised alone would be missing.
         is_saved_by_autograd: True if autograd functions of the host save weights for a backward
             pass. They notice a cast by the version counter.
     """
