@@ -1,13 +1,16 @@
-"""Clipping of gradients within the pass of FusedAdamW over them.
+"""Clipping of the gradients of a FusedAdamW by their norm, on local parts.
 
-torch.nn.utils.clip_grad_norm_ reads all gradients for their norm, then reads and writes them to
-scale them, through DTensor's dispatch. Here only the norm is computed, from local parts, and the
-step multiplies each gradient by the factor as it reads it, which gives the same bits.
+torch.nn.utils.clip_grad_norm_ does the same through DTensor's dispatch, which takes the CPU's time
+for every gradient.
+
+The step could multiply gradients as it reads them. But torch's clips and GradScaler.unscale_ change
+DTensors without advancing a version, so a factor that waits for the step could become wrong without
+a sign of it.
 """
 
-import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,62 +18,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from zerocast.distributed.group import Group
-from zerocast.fsdp2.parameter import flat_local
+from zerocast.fsdp2.parameter import check_layout, flat_local
 from zerocast.optim.norm import clip_factor
 
-CHANGED = (
-    "gradients have changed since clip_grad_norm_ of this optimizer: call it after the last backward pass of a step, and after "
-    "GradScaler.unscale_ and changes by hand"
-)
 
-
-class PendingClip(NamedTuple):
-    """A factor for the gradients of the coming step.
-
-    Attributes:
-        factor: f32[1].
-        gradients: the gradients whose norm has given it, each with its version.
-    """
-
-    factor: Tensor
-    gradients: list[tuple["weakref.ref[Tensor]", tuple[int, int]]]
-
-    @staticmethod
-    def of(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> "PendingClip":
-        """Return the clip of gradients of f32[] `norm` to at most `max_norm`."""
-        versions = [(weakref.ref(gradient), _version(gradient)) for gradient in gradients]
-        return PendingClip(clip_factor(norm, max_norm), versions)
-
-    def check(self, gradients: Sequence[Tensor]) -> None:
-        """Raise ValueError unless these are the gradients that were clipped, unchanged."""
-        same = len(gradients) == len(self.gradients) and all(
-            clipped() is gradient and version == _version(gradient)
-            for gradient, (clipped, version) in zip(gradients, self.gradients, strict=True)
-        )
-        if not same:
-            raise ValueError(CHANGED)
-
-
-def total_norm(parameters: Iterable[Any]) -> Tensor:
-    """Return the 2-norm of the gradients of `parameters` over all ranks, f32[]. Collective.
+def clip_grad_norm_(parameters: Iterable[Any], max_norm: float) -> Tensor:
+    """Scale the gradients of `parameters` so that their 2-norm over all ranks is at most
+    `max_norm`. Return the norm before, f32[]. Collective.
 
     Sums are f64. The communication library chooses their order. Raises ValueError for a gradient
-    that is not sharded like its parameter.
+    that is not laid out like its parameter; on other ranks the norm is NaN then.
     """
     # Parameters without a gradient count too: every rank reduces the same sums in the same order.
     by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     device = torch.device("cpu")
+    problem: ValueError | None = None
     for parameter in parameters:
-        device = parameter.device
-        sharded = isinstance(parameter, DTensor)
+        device, sharded = parameter.device, isinstance(parameter, DTensor)
         present = by_layout.setdefault((parameter.device_mesh, parameter.placements) if sharded else None, [])
         if parameter.grad is None:
             continue
-        if sharded and parameter.grad.placements != parameter.placements:
-            raise ValueError(
-                f"the gradient of a parameter that is laid out as {parameter.placements} is laid out as {parameter.grad.placements}"
-            )
-        present.append(flat_local(parameter.grad))
+        try:
+            check_layout(parameter)
+            present.append(flat_local(parameter.grad))
+        except ValueError as error:
+            # The others wait for this rank's sums.
+            problem = error
+            present.append(torch.full((), math.nan, device=device))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for layout, gradients in by_layout.items():
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64) if gradients else [total.new_zeros(())]
@@ -78,7 +52,14 @@ def total_norm(parameters: Iterable[Any]) -> Tensor:
         for group in _groups_that_shard(*layout) if layout else ():
             group.all_reduce_sum(square_sum, "the gradient norm")
         total += square_sum
-    return total.sqrt().float()
+    if problem is not None:
+        raise problem
+    norm = total.sqrt().float()
+    factor = clip_factor(norm, max_norm)[0]
+    for gradients in by_layout.values():
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+    return norm
 
 
 def _groups_that_shard(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[Group]:
@@ -86,8 +67,3 @@ def _groups_that_shard(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> l
     groups = mesh.get_all_groups()
     split = [group for group, placement in zip(groups, placements, strict=True) if not placement.is_replicate()]
     return [Group.of(group) for group in split]
-
-
-def _version(gradient: Tensor) -> tuple[int, int]:
-    # Operators of a DTensor advance its own counter alone, those of its local part the other.
-    return gradient._version, flat_local(gradient)._version

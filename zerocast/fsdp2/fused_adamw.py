@@ -25,16 +25,16 @@ from zerocast.backends.descriptor import Piece
 from zerocast.cast.adam_update import AdamInputs, Hyperparameters, MomentGroups, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.clip import PendingClip, total_norm
+from zerocast.fsdp2.clip import clip_grad_norm_
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
-from zerocast.fsdp2.parameter import MasterParameter, flat_local
+from zerocast.fsdp2.parameter import MasterParameter, check_layout, flat_local
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.optim.moments_8bit import CutGroups
@@ -320,9 +320,6 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self._lay_out_moments(group)
         self.state = self._moments_on_demand({})
-        # The clip of the coming step, None without one, and whether the last step had one.
-        self._pending_clip: PendingClip | None = None
-        self._has_clipped = False
         # The memory that the tables were made for: addresses of masters and moments.
         self._bound: list[list[int]] = []
         self._memory = StorageSnapshot(())
@@ -330,6 +327,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._managers: list[CastManager] = []
         # Not at the module's import, since this imports the compiler.
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
+        self._clip_outside_of_graphs = torch.compiler.disable(FusedAdamW._clip_grad_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
@@ -423,7 +421,6 @@ class FusedAdamW(torch.optim.Optimizer):
             # Before the launch: even if this rank's step fails partway, all ranks cast before the
             # next gather reports it.
             manager.make_due(self)
-        self.take_clip()
         with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.plan.forget_old_amaxes()
@@ -434,32 +431,20 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Let the next step scale all gradients so that their 2-norm is at most `max_norm`. Return
-        the norm before, f32[], which is the same on all ranks. All ranks call it, once a step.
+        """Scale the gradients of this optimizer's parameters so that their 2-norm is at most
+        `max_norm`. Return the norm before, f32[], the same on all ranks, which all call it.
 
-        `grad` is left as it is: the step multiplies gradients as it reads them, with the bits of
-        torch.nn.utils.clip_grad_norm_ for the same norm and without its second pass over them. The
-        step raises ValueError if gradients have changed meanwhile.
+        As torch.nn.utils.clip_grad_norm_ on them, with an f64 sum of squares. Raises ValueError for
+        a gradient that is not laid out like its parameter, and in debug mode RuntimeError on all
+        ranks if they make different calls.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = total_norm(parameters)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._pending_clip = PendingClip.of(gradients, norm, max_norm)
+        norm: Tensor = self._clip_outside_of_graphs(self, max_norm)
         return norm
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as torch does, and forget a clip that no step has used."""
-        self._pending_clip = None
-        super().zero_grad(set_to_none)
-
-    def take_clip(self) -> None:
-        """Put the factor of the coming step where the step reads it."""
-        clip, self._pending_clip = self._pending_clip, None
-        if clip is not None:
-            self._clip.copy_(clip.factor)
-        elif self._has_clipped:
-            self._clip.fill_(1.0)
-        self._has_clipped = clip is not None
+    def _clip_grad_norm(self, max_norm: float) -> Tensor:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_same_call(_groups_of(_mesh_of(parameters)), f"clips gradients to {max_norm}")
+        return clip_grad_norm_(parameters, max_norm)
 
     def prepare_or_join_collectives(self) -> object:
         """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
@@ -541,10 +526,6 @@ class FusedAdamW(torch.optim.Optimizer):
         the next gather.
         """
         self._bind()
-        if self._pending_clip is not None:
-            self._pending_clip.check(
-                [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            )
         for validity in self.validities:
             # Of masters too, which another optimizer may have left partial: a step would be taken
             # for the write that completes them.
@@ -734,6 +715,7 @@ class FusedAdamW(torch.optim.Optimizer):
             # If anything below raises, the next call makes all tables again.
             self._bound = []
             for parameter, _ in locals_:
+                check_layout(parameter)
                 # `grad_dtype` of a parameter allows dtypes that no launch takes.
                 if parameter.grad.dtype not in GRADIENT_DTYPES:
                     raise TypeError(
@@ -922,7 +904,6 @@ class CapturableFusedStep(CapturableStep):
                     self._cast_as_others()
             # The graph measures all masters.
             manager.plan.forget_amaxes()
-        self._optimizer.take_clip()
         with transaction(self._optimizer.validities, "a captured step"):
             if self._make_stand_ins is not None:
                 for adam in self._optimizer.passes():
