@@ -99,6 +99,18 @@ def test_gradients_that_are_laid_out_otherwise(placements: Any) -> None:
 
 
 @on_ranks(2)
+def test_a_gradient_that_is_not_contiguous() -> None:
+    """On one rank, whose error leaves no other rank waiting."""
+    model, optimizer = trainee()
+    if dist.get_rank() == 0:
+        gradient = next(p for p in model.parameters() if p.dim() == 2).grad
+        gradient._local_tensor = gradient._local_tensor.t().contiguous().t()
+        assert error_of(lambda: optimizer.clip_grad_norm_(1.0)).startswith("RuntimeError: view size is not compatible")
+    else:
+        assert optimizer.clip_grad_norm_(1.0).isnan()
+
+
+@on_ranks(2)
 def test_steps_by_sums_that_are_not_reduced() -> None:
     """As tensor parallelism without data parallelism leaves gradients of replicated parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

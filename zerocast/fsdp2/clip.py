@@ -27,12 +27,13 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float) -> Tensor:
     `max_norm`. Return the norm before, f32[]. Collective.
 
     Sums are f64. The communication library chooses their order. Raises ValueError for a gradient
-    that is not laid out like its parameter; on other ranks the norm is NaN then.
+    that is not laid out like its parameter, and RuntimeError for one that is not contiguous; on
+    other ranks the norm is NaN then.
     """
     # Parameters without a gradient count too: every rank reduces the same sums in the same order.
     by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     device = torch.device("cpu")
-    problem: ValueError | None = None
+    problem: Exception | None = None
     for parameter in parameters:
         device, sharded = parameter.device, isinstance(parameter, DTensor)
         present = by_layout.setdefault((parameter.device_mesh, parameter.placements) if sharded else None, [])
@@ -41,7 +42,7 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float) -> Tensor:
         try:
             check_layout(parameter)
             present.append(flat_local(parameter.grad))
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             # The others wait for this rank's sums.
             problem = error
             present.append(torch.full((), math.nan, device=device))
