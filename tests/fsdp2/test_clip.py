@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 import zerocast
 from tests.fsdp2 import models, test_tensor_parallel
-from tests.fsdp2.models import FORMATS, Net, digests
+from tests.fsdp2.models import Net, digests
 from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, put_gradients
 from tests.workers import error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
@@ -20,7 +20,7 @@ from zerocast.optim.norm import clip_factor
 
 def trainee(**options: Any) -> tuple[Any, FusedAdamW]:
     """A model and its optimizer, with gradients."""
-    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN))
+    model = models.sharded(Net(("nvfp4", "fp8_block", "mxfp8"), WIDTH, HIDDEN))
     optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, **options)
     put_gradients(model, 0)
     return model, optimizer

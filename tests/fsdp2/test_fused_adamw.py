@@ -140,11 +140,9 @@ CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {
 }
 
 
-@pytest.mark.parametrize("keep_codes", [False, True])
-@on_ranks(2)
-def test_amaxes_come_from_the_step(keep_codes: bool) -> None:
-    """And, where they are kept, codes of whole rows of blocks; all are made again where something else wrote since. The bytes are
-    right after each case.
+def stepped(keep_codes: bool) -> None:
+    """The step measures amaxes and, where they are kept, writes codes of whole rows of blocks; all are made again where something
+    else wrote since. The bytes are right after each case.
     """
     model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), keep_codes=keep_codes)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
@@ -156,6 +154,12 @@ def test_amaxes_come_from_the_step(keep_codes: bool) -> None:
             models.check(model, name)
         assert (operators.stages.count("partial_amax") == 0) == measured, name
         assert any(not torch.equal(p.full_tensor(), before[key]) for key, (p, _) in models.masters(model).items())
+
+
+@pytest.mark.parametrize("keep_codes", [False, True])
+@on_ranks(2)
+def test_amaxes_come_from_the_step(keep_codes: bool) -> None:
+    stepped(keep_codes)
 
 
 @on_ranks(2)
