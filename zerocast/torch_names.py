@@ -163,7 +163,6 @@ OTHERS = (
     PrivateName("_amp_foreach_non_finite_check_and_unscale_", "torch", "GradScaler over shards", "GradScaler hooks"),
     PrivateName("_foreach_add_", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_foreach_copy_", "torch", "one launch for many tensors", _FUSED),
-    PrivateName("_foreach_mul_", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_foreach_norm", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_foreach_zero_", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_scaled_mm", "torch", "products of FP8 and FP4 codes", "torch.nn.functional.scaled_mm"),

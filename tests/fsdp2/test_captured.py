@@ -89,7 +89,7 @@ class Trainee:
         return watched if models.place() == "cpu" else cuda_graph(watched)
 
     def step(self, number: int, change: "Callable[[Trainee], None] | None" = None) -> None:
-        """With other gradients and another learning rate at each, after a change. Every second step is clipped."""
+        """With other gradients and another learning rate at each, after a change."""
         self.optimizer.param_groups[0]["lr"] *= 0.7
         if number == WRITTEN:
             with torch.no_grad():
@@ -101,8 +101,6 @@ class Trainee:
         put_gradients(self.model, number)
         if change in OF_GRADIENTS:
             change(self)
-        if number % 2:
-            self.optimizer.clip_grad_norm_(1.0)
         if self.captured is None or number == ORDINARY:
             self.optimizer.step()
         else:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import zerocast
@@ -377,3 +378,16 @@ def test_memory_that_was_taken_away(divisor: int, moment_dtype: Any) -> None:
                 storage.copy_(kept)
     assert len(found) == 7
     assert all("was freed or made smaller" in text for text in found.values()), found
+
+
+@on_ranks(2)
+def test_sums_that_are_not_reduced_are_refused() -> None:
+    """As tensor parallelism without data parallelism leaves gradients of replicated parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    optimizer = FusedAdamW([parameter])
+    parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    assert "with placements (Replicate(),) has placements (Partial(sum),)" in error_of(optimizer.step)
+    assert torch.equal(parameter.to_local(), torch.ones(4))
+    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+    optimizer.step()

@@ -76,7 +76,7 @@ def test_formats_that_one_naming_has_together() -> None:
     ],
 )
 def test_models_of_vllm_that_load_fewer_formats(family: str, fmt: str, said: str) -> None:
-    """tests/serve/test_vllm_families.py asks vLLM."""
+    """Refused before training; that vLLM raises for them is asked in test_vllm_families.py."""
     model = on_meta(family)
     recipe = Recipe(matrices(model, fmt))
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():

@@ -255,7 +255,7 @@ def _te_linear(te: Any, linear: nn.Linear) -> nn.Module:
 
 
 def _sharded(
-    model: Llama, lr: float, compile_block: Compile, optimizer: Callable[..., fsdp2.FusedAdamW] | None = None
+    model: Llama, lr: float, compile_block: Compile, optimizer: Callable[..., torch.optim.Optimizer] | None = None
 ) -> Training:
     """Return `fully_shard` by block, bf16 weights and FP32 reductions; by default torch's fused
     AdamW.
@@ -268,10 +268,8 @@ def _sharded(
     fully_shard(model, mp_policy=policy)
     parameters = list(model.parameters())
     no_sync = functools.partial(_no_sync, model)
-    if optimizer:
-        fused = optimizer(model.named_parameters(), lr=lr)
-        return Training(model, fused, lambda: fused.clip_grad_norm_(MAX_NORM), no_sync)
-    adamw = torch.optim.AdamW(parameters, lr=lr, fused=True)
+    stepper = optimizer or functools.partial(torch.optim.AdamW, fused=True)
+    adamw = stepper(model.named_parameters(), lr=lr)
     return Training(model, adamw, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM), no_sync)
 
 

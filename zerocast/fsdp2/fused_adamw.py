@@ -25,16 +25,15 @@ from zerocast.backends.descriptor import Piece
 from zerocast.cast.adam_update import AdamInputs, Hyperparameters, MomentGroups, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable
-from zerocast.distributed.agreement import check_same_call, validate_across_ranks
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.clip import clip_grad_norm_
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
-from zerocast.fsdp2.parameter import MasterParameter, check_layout, flat_local
+from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.optim.moments_8bit import CutGroups
@@ -327,7 +326,6 @@ class FusedAdamW(torch.optim.Optimizer):
         self._managers: list[CastManager] = []
         # Not at the module's import, since this imports the compiler.
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
-        self._clip_outside_of_graphs = torch.compiler.disable(FusedAdamW._clip_grad_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
@@ -428,23 +426,6 @@ class FusedAdamW(torch.optim.Optimizer):
             for manager in self.managers:
                 manager.plan.after_step()
         return loss
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of this optimizer's parameters so that their 2-norm is at most
-        `max_norm`. Return the norm before, f32[], the same on all ranks, which all call it.
-
-        As torch.nn.utils.clip_grad_norm_ on them, with an f64 sum of squares. Raises ValueError for
-        a gradient that is not laid out like its parameter, and in debug mode RuntimeError on all
-        ranks if they make different calls.
-        """
-        norm: Tensor = self._clip_outside_of_graphs(self, max_norm)
-        return norm
-
-    def _clip_grad_norm(self, max_norm: float) -> Tensor:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        check_same_call(_groups_of(_mesh_of(parameters)), f"clips gradients to {max_norm}")
-        return clip_grad_norm_(parameters, max_norm)
 
     def prepare_or_join_collectives(self) -> object:
         """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
@@ -715,7 +696,7 @@ class FusedAdamW(torch.optim.Optimizer):
             # If anything below raises, the next call makes all tables again.
             self._bound = []
             for parameter, _ in locals_:
-                check_layout(parameter)
+                _check_placements(parameter)
                 # `grad_dtype` of a parameter allows dtypes that no launch takes.
                 if parameter.grad.dtype not in GRADIENT_DTYPES:
                     raise TypeError(
@@ -941,6 +922,17 @@ def _mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
 def _groups_of(mesh: DeviceMesh | None) -> list[Group]:
     """Return the groups of this rank along each dimension of a mesh."""
     return [Group.of(group) for group in mesh.get_all_groups()] if mesh else []
+
+
+def _check_placements(parameter: Any) -> None:
+    """Raise ValueError for a gradient that is not laid out like its parameter, such as a sum that
+    tensor parallelism has not reduced.
+    """
+    own, of_gradient = (getattr(tensor, "placements", None) for tensor in (parameter, parameter.grad))
+    if own != of_gradient:
+        raise ValueError(
+            f"the gradient of a parameter with placements {own} has placements {of_gradient}: redistribute the gradient"
+        )
 
 
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -189,15 +189,6 @@ class MasterParameter(_WrapsPlain):
         return _map(Tensor, functools.partial(_wrapped, func, first), result)
 
 
-def check_layout(parameter: Any) -> None:
-    """Raise ValueError for a gradient that is not laid out like its parameter."""
-    own, of_gradient = (getattr(tensor, "placements", None) for tensor in (parameter, parameter.grad))
-    if own != of_gradient:
-        raise ValueError(
-            f"the gradient of a parameter with placements {own} has placements {of_gradient}: redistribute the gradient"
-        )
-
-
 def flat_local(tensor: Any) -> Tensor:
     """Return the local part of a tensor, flat and unwrapped. Waits if a collective fills it."""
     local = getattr(tensor, "_local_tensor", tensor)
