@@ -190,6 +190,24 @@ def test_columnwise_copies_on_demand(fmt: str, backend: str) -> None:
     assert torch.equal(made, weight.columnwise_data)
 
 
+class Counter(TorchDispatchMode):
+    """Counts the operators that this thread calls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_table_of_a_transposition_is_made_in_another_thread(backend: str) -> None:
+    """A compiler that records CUDA graphs has all that its thread allocates in the graphs' memory, which they use again."""
+    ops.transposition.cache_clear()
+    with Counter() as counter:
+        ops.transposition(backend, "fp8_current", ((48, 80),), torch.device("cpu"))
+    assert counter.count == 0
+
+
 def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
     """What an op mutates is declared: functionalised and compiled, it still arrives in the caller's storage."""
     run = torch.compile(lambda op, args, kwargs: op(*args, **kwargs), backend="aot_eager", fullgraph=True)

@@ -15,7 +15,7 @@ import zerocast
 from zerocast import gemm
 from zerocast.formats import Element, FormatSpec
 from zerocast.formats.element import E4M3, E5M2
-from zerocast.gemm import inputs
+from zerocast.gemm import inputs, swizzle
 from zerocast.quantize import cast_whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -290,6 +290,20 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_replay_swizzles_the_scales_of_its_time() -> None:
+    """They are kept until the next cast, of which a graph that was recorded before it knows nothing."""
+    weight = parameter("nvfp4", (256, 384)).detach()
+    swizzle.of_weight(weight, columnwise=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = swizzle.of_weight(weight, columnwise=False)
+    before = captured.clone()
+    cast_whole(weight, torch.randn(256, 384, device="cuda"))
+    graph.replay()
+    assert torch.equal(captured, swizzle.of_weight(weight, columnwise=False))
+    assert not torch.equal(captured, before)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4:exact_in_fp8"])

@@ -9,6 +9,7 @@ a plan is built, and its name is passed.
 import functools
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -349,7 +350,16 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 def transposition(backend: str, format: str, shapes: tuple[Block, ...], device: torch.device) -> Transposition:
     """Bind the stage `transpose` for weights of these shapes, whose offsets are all 0. A step calls
     it for every gather and every input, so all that does not depend on addresses is made once.
+
+    It is made in a thread of its own. A compiler that records CUDA graphs runs a function once
+    before, with a setting of that thread: what it allocates lies in the memory of the graphs, which
+    they use again.
     """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_bind_transposition, backend, format, shapes, device).result()
+
+
+def _bind_transposition(backend: str, format: str, shapes: tuple[Block, ...], device: torch.device) -> Transposition:
     fmt = get_format(format)
     checks.check_serves("transpose", fmt)
     checks.check_backend(backend, device)

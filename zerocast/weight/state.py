@@ -262,7 +262,12 @@ class WeightState:
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the value that `make` derives from the bytes of the last cast, kept until the next
         cast or until the bytes change or move.
+
+        Nothing is kept for a CUDA graph that is recorded: its replay derives the value from the
+        bytes of that time.
         """
+        if self.rowwise_data.is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.validity.casts:
             value = make()
