@@ -30,7 +30,7 @@ namespace column {
 enum Column { ZC_COLUMNS(ZC_COLUMN) WIDTH };
 #undef ZC_COLUMN
 // Two-level scales have no columnwise grid: the place in the packed buffer of a tensor amax that
-// several weights share, or -1.
+// is reduced by itself, or -1.
 constexpr Column SHARED_AMAX = COLUMN_AMAX;
 }  // namespace column
 

@@ -33,7 +33,7 @@ class Column(enum.IntEnum):
     MASTER_OFFSET = 5  # the offset of element START
     ROW_AMAX = 6  # the offset of the first rowwise amax in the packed buffer; the grid is not padded
     COLUMN_AMAX = 7  # the offset of the first amax of a separate columnwise grid
-    SHARED_AMAX = 7  # two-level scales, without such a grid: the offset of a tensor amax that several weights share
+    SHARED_AMAX = 7  # two-level scales, without such a grid: the offset of a tensor amax that is reduced by itself
     ROW_DATA_BASE = 8
     ROW_DATA_OFFSET = 9  # the offset of element 0 of the weight; negative if only a later shard is stored
     COLUMN_DATA_BASE = 10

@@ -57,7 +57,8 @@ class AmaxLayout(Generic[Weight]):
         offsets: the offsets of the rowwise amaxes of a weight, and of its columnwise amaxes if it
             has a separate columnwise grid.
         flag_of: the offset of a weight's flag.
-        shared: the offset of the tensor amax of a weight that shares it with others.
+        shared: the offset of the tensor amax of a weight whose amaxes are a group's, of several
+            weights or of this one only.
         flags: all flags.
         boundary: the elements next to odd boundaries, four numbers for each.
         call: the numbers that `begin` keeps, since they are written before it: a digest of the call
@@ -175,7 +176,8 @@ class PackedAmaxes(Generic[Weight]):
         """Reduce the measured amaxes over the ranks, by one collective at most. `StepAmaxes` adds
         one over replicas.
         """
-        if self._maxima.numel():
+        # A rank without elements of any group enters the zeros that `begin` has written.
+        if self._grouped.numel():
             self._maxima.copy_(torch.segment_reduce(self._grouped, "max", offsets=self._group_bounds, initial=0))
         if self._sources.numel():
             self.buffer[self._targets] = self.buffer[self._sources]

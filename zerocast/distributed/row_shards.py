@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 from zerocast.formats.dtypes import ITEMSIZE, torch_dtype
 from zerocast.formats.layout import (
     OPERAND_ALIGNMENT_BYTES,
@@ -126,9 +126,7 @@ class ShardGeometry:
     Equal shards compare equal.
 
     The small weight has the block rows that the shard touches, so that the stages need to know
-    nothing of FSDP2. The stage of two-level scales takes the largest amax of its weight for the
-    tensor amax. An extra block row without elements at the end carries the reduced tensor amax,
-    where the stage finds it.
+    nothing of FSDP2.
     """
 
     format: FormatSpec
@@ -183,11 +181,6 @@ class ShardGeometry:
         return rows // self.matrix_rows, self.matrix_rows, self.columns
 
     @property
-    def has_tensor_amax_row(self) -> bool:
-        """True if a block row of no elements carries the tensor amax."""
-        return self.format.scale_rule is ScaleRule.TWO_LEVEL
-
-    @property
     def has_tensor_amax(self) -> bool:
         """True if an amax of the full tensor is reduced."""
         return self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
@@ -199,14 +192,13 @@ class ShardGeometry:
 
     @functools.cached_property
     def cast_rows(self) -> int:
-        """Rows of the small weight, with the extra block row."""
+        """Rows of the small weight."""
         if self.matrix_rows is not None:
             return self.shards.span(self.rank).numel
         touched = self._touched
         rows = min(self.rows, touched.stop * self._height) - self.first_row if touched.numel else 0
-        if self._blocks:
-            return rows + (self._height if self.has_tensor_amax_row else 0)
-        return max(1, rows)
+        # A scale of the whole tensor is computed on every rank, also on one without rows.
+        return rows if self._blocks else max(1, rows)
 
     @property
     def takes_part(self) -> bool:
@@ -247,16 +239,6 @@ class ShardGeometry:
         if fmt.columnwise_block:
             grids.append((fmt.columnwise_block[0], self.columns, self.amax_counts[0]))
         return grids
-
-    @property
-    def tensor_amaxes(self) -> list[int]:
-        """The amaxes of this weight that take the reduced amax of the tensor: its only one if it
-        has one scale, and one in the extra block row if it has two-level scales.
-        """
-        fmt, (count, _) = self.format, self.amax_counts
-        if fmt.scale_rule is ScaleRule.TWO_LEVEL:
-            return [count - amax_grid(fmt.block, self.rows, self.columns)[1]]
-        return [0] if fmt.amax_policy is not AmaxPolicy.NONE and fmt.block is None and count else []
 
     @property
     def _blocks(self) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerocast.cast.amaxes import AmaxLayout, PackedAmaxes
 from zerocast.distributed.group import ONE_PROCESS, Group
+from zerocast.formats import ScaleRule
 from zerocast.formats.layout import Span
 from zerocast.formats.shared_amax import groups_cast_together
 from zerocast.fsdp2.weight import FSDPWeight
@@ -51,15 +52,14 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
 
     The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
     that a boundary splits. A weight with two-level scales that shares its amax with no other is a
-    group by itself: the stages read the reduced amax in its extra block row (`ShardGeometry`).
+    group by itself: its tensor amax is the largest of its block amaxes on all ranks.
     """
     layout = AmaxLayout[str]()
     counts = {weight.name: weight.geometry.amax_counts for weight in weights}
     groups = groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
     sharing = {name for group in groups for name in group}
-    groups += [
-        [weight.name] for weight in weights if weight.geometry.has_tensor_amax_row and weight.name not in sharing
-    ]
+    has_two_levels = [weight.name for weight in weights if weight.format.scale_rule is ScaleRule.TWO_LEVEL]
+    groups += [[name] for name in has_two_levels if name not in sharing]
 
     layout.place_groups(groups, counts)
     for weight in weights:
@@ -75,13 +75,13 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
         layout.reduce_at(flags, reduced)
     layout.place_maxima(groups)
     for weight in weights:
-        places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]
-        if weight.name in layout.shared:
-            layout.receivers += [(place, layout.shared[weight.name]) for place in places]
-        elif weight.geometry.has_tensor_amax:
-            target = layout.reserve(1).start
-            for place in places:
-                layout.reduce_at(torch.tensor([place]), torch.tensor([target]))
+        # Two-level scales read the reduced amax at its offset, other scales where their own is.
+        if weight.geometry.has_tensor_amax and weight.format.block is None:
+            place = layout.offsets[weight.name][0]
+            if weight.name in layout.shared:
+                layout.receivers.append((place, layout.shared[weight.name]))
+            else:
+                layout.reduce_at(torch.tensor([place]), torch.tensor([layout.reserve(1).start]))
         _reduce_split_rows(layout, weight, reduction)
     layout.reduced = Span(first, layout.size)
     return layout

@@ -405,7 +405,8 @@ def _tables_of(
     tables = WeightTables(device, backend)
     for name, shard in shards.items():
         if name not in without and (of is None or name in of):
-            tables.of(shard.weight).add_shard(shard, amaxes.offsets[name], flag=amaxes.flag_of[name])
+            shared, flag = amaxes.shared.get(name, -1), amaxes.flag_of[name]
+            tables.of(shard.weight).add_shard(shard, amaxes.offsets[name], shared=shared, flag=flag)
     return tables.freeze()
 
 
