@@ -115,7 +115,9 @@ def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> 
     ended = interrupt_when(
         arguments, imports("zerocast.cli.self_test"), delay, tmp_path, mode="-m" if how == "python -m" else ""
     )
-    assert (ended.status, ended.left) == (130, [])
+    # A shell reports both as 130. Python ends by the signal if it came within the exec of a dataclass.
+    assert ended.status in (130, -signal.SIGINT)
+    assert ended.left == []
     assert [line for line in ended.said if "Traceback" in line or "Error" in line] == []
     assert ended.said.count("zerocast: interrupted") == 1
 
@@ -179,15 +181,6 @@ def test_an_interrupt_that_a_library_takes_for_a_failure(
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 
 
-@pytest.mark.parametrize("handler", [interrupts._raise, interrupts._end, signal.default_int_handler])
-def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
-    """Whatever was set when the first Ctrl-C came: the second one would kill a process that is being finalised."""
-    monkeypatch.setattr(interrupts, "_owns_process", True)
-    signal.signal(signal.SIGINT, handler)
-    interrupts.ignore_signals()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
     """A job of the background ignores it; only the main thread may set a handler."""
@@ -195,7 +188,7 @@ def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
     signal.signal(signal.SIGINT, handler)
 
     def during_a_command() -> Any:
-        with interrupts.raised():
+        with interrupts.remembered():
             return signal.getsignal(signal.SIGINT)
 
     with ThreadPoolExecutor(1) as threads:
@@ -234,53 +227,11 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 
 
-def test_an_interrupt_within_a_finaliser(tmp_path: Path) -> None:
-    """Where Python prints the traceback of whatever is raised and goes on: it is raised again, long before the process would be
-    ended without a cleanup.
-    """
-    (tmp_path / "pressed.py").write_text(FINALISED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pressed"]
-    ended = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned up\n", "zerocast: interrupted\n")
-
-
-FINALISED = """
-import signal, sys, time
-sys.argv = ["zerocast"]
-from zerocast import cli
-from zerocast.cli import interrupts
-
-class Finalised:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-def run(_):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with interrupts.raised():
-        try:
-            Finalised()
-            time.sleep(interrupts.GRACE_SECONDS / 2)
-            print("went on")
-        except KeyboardInterrupt:
-            print("cleaned up", flush=True)
-            raise
-
-cli._run = run
-sys.exit(cli.main())
-"""
-
-ENDS = {
-    "the command line": "sys.argv = ['zerocast']; from zerocast import cli; cli._run = {run}; sys.exit(cli.main())",
-    "an example": "from examples.gpt_pretrain import interrupt; interrupt.run(lambda: ({run})([]))",
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_an_interrupt_within_the_exec_of_a_string(tmp_path: Path, end: str) -> None:
-    """Python remembers it, though somebody caught it, and would end `python -m` by SIGINT."""
-    run = "lambda _: exec('raise KeyboardInterrupt')"
-    (tmp_path / "pressed.py").write_text(f"import sys\n{ENDS[end].format(run=run)}\n")
+def test_an_interrupt_within_the_exec_of_a_string(tmp_path: Path) -> None:
+    """Python remembers it, though the example caught it, and would end `python -m` by SIGINT."""
+    run = "lambda: exec('raise KeyboardInterrupt')"
+    code = f"from examples.gpt_pretrain import interrupt; interrupt.run({run})"
+    (tmp_path / "pressed.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-m", "pressed"], check=False, cwd=tmp_path, env=environment)
     assert ended.returncode == 130

@@ -23,10 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default the one of the process's command line. Returns the exit status,
     which is 130 after a Ctrl-C and 141 if the reader of the output is gone.
     """
-    if arguments is None:
-        interrupts.install_handler()
     try:
-        return _run(arguments)
+        with interrupts.remembered():
+            status = _run(arguments)
+        # If a library has caught the KeyboardInterrupt, the command ends as usual.
+        if not interrupts.was_interrupted():
+            return status
     except BrokenPipeError:
         # The reader has ended, as `| head` does. Python flushes stdout when it ends, which would
         # raise once more.
@@ -35,25 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not (interrupts.was_interrupted() or isinstance(error, KeyboardInterrupt)):
             raise
-    finally:
-        interrupts.ignore_signals()
     interrupts.print_line()
     return interrupts.STATUS
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        call = find(arguments)
-        with interrupts.raised():
-            status = call.parsed()()
-            sys.stdout.flush()
+        status = find(arguments).parsed()()
+        sys.stdout.flush()
+        return status
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
             raise
         print(f"the command line needs {package}: pip install 'zerocast[cli]'", file=sys.stderr)
         return 2
-    if interrupts.was_interrupted():
-        # A library swallowed the KeyboardInterrupt.
-        raise KeyboardInterrupt
-    return status
