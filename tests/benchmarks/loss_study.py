@@ -71,7 +71,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     alone = dist.get_world_size() == 1  # nothing travels, so nothing is rounded on its way
     number, among = options.part
     for seed, names in PLAN:
-        chosen = [name for name in names if fnmatchcase(name, options.only) and not (WIRE in name and alone)]
+        asked = (name for name in names if any(fnmatchcase(name, pattern) for pattern in options.only))
+        chosen = [name for name in asked if not (WIRE in name and alone)]
         missing = tuple(name for name in chosen if (seed, name) not in done and PLACES[seed, name] % among == number)
         if seed not in options.seeds or not missing:
             continue
@@ -123,21 +124,18 @@ def described(values: list[float]) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: mean losses seed by seed and distances to FSDP2's bf16, and of FP8 weight gradients to nominal ones."""
+    """Markdown: mean losses seed by seed and distances to FSDP2's bf16, and of FP8 gradients to nominal ones."""
     found = last(runs)
     yield from ("| row | loss, seed by seed | to bf16 | mean | between seeds |", "| --- | --- | --- | ---: | ---: |")
     for row, seeds in found.items():
         each = ", ".join(f"{fmean(seeds[seed]):.4f}" for seed in sorted(seeds))
         yield f"| {row} | {each} | {described(distances(found, row, 'fsdp2:bf16 eager'))} |"
     yield from (f"| {run['row']} | {run['failure']} | | | |" for run in runs if "failure" in run)
-    yield from (
-        "",
-        "| FP8 weight gradients of | to nominal ones | mean | between seeds |",
-        "| --- | --- | ---: | ---: |",
-    )
-    for row in found:
-        if WGRAD in row and (pair := distances(found, row, row.replace(WGRAD, ""))):
-            yield f"| {row.replace(WGRAD, '')} | {described(pair)} |"
+    for option, title in ((WGRAD, "FP8 weight gradients of"), (WIRE, "gradients sent as FP8 of")):
+        yield from ("", f"| {title} | to nominal ones | mean | between seeds |", "| --- | --- | ---: | ---: |")
+        for row in found:
+            if option in row and (pair := distances(found, row, row.replace(option, ""))):
+                yield f"| {row.replace(option, '')} | {described(pair)} |"
 
 
 def main() -> None:
@@ -146,7 +144,7 @@ def main() -> None:
     parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=Path("losses.jsonl"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", default="*", help="shell pattern of rows")
+    parser.add_argument("--only", nargs="+", default=["*"], help="shell patterns of rows")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), help="of so many processes, each with its own --out"
     )

@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 -m tests.benchmarks.megatron_step --recipe blockwise --attach
 
 Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
-are bf16. Prints the median step of the slowest rank, the mean of steps between which nothing waits, how long the host is within
-`optimizer.step()`, and from a profile what the cast takes of a step, from its first kernel to its last, and the gathers; and the
-cast alone from and to an idle device, which counts what the host does in it. With `--offload` and `--attach` masters are cast in
-host memory, and with `--masters device` brought back first, as Megatron does it. Needs megatron-core, TransformerEngine and a GPU a
+are bf16; with `--bf16-weights` they are, and each layer casts what it multiplies by. Prints the median step of the slowest rank,
+the mean of steps between which nothing waits, how long the host is within `optimizer.step()`, and from a profile what the cast
+takes of a step, from its first kernel to its last, and the gathers; the cast alone from and to an idle device, which counts what
+the host does in it; and rank 0's loss in the first step and the last. With `--offload` and `--attach` masters are cast in host
+memory, and with `--masters device` brought back first, as Megatron does it. Needs megatron-core, TransformerEngine and a GPU a
 rank. `--cpu` tries it over gloo, with Megatron's own layers and without a recipe.
 """
 
@@ -48,7 +49,8 @@ def masters_on(side: str) -> AbstractContextManager[Any]:
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     """(DistributedDataParallel, optimizer), attached if asked for."""
-    quantized = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_param": True} if options.recipe else {}
+    stored = bool(options.recipe) and not options.bf16_weights
+    quantized = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_param": stored} if options.recipe else {}
     config = TransformerConfig(
         num_layers=options.layers,
         hidden_size=options.hidden,
@@ -85,7 +87,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
             overlap_grad_reduce=True,
             overlap_param_gather=True,
             grad_reduce_in_fp32=True,
-            fp8_param_gather=bool(options.recipe),
+            fp8_param_gather=stored,
         )
         ddp = DistributedDataParallel(config, ddp_config, model.to(device).bfloat16() if options.cpu else model.cuda())
         optimizer_config = OptimizerConfig(
@@ -144,7 +146,9 @@ class Step:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens, labels = self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()
-        self.ddp(tokens, self._positions, self._mask, labels=labels).float().mean().backward()
+        loss = self.ddp(tokens, self._positions, self._mask, labels=labels).float().mean()
+        loss.backward()
+        self.loss = loss.detach()
         self.ddp.finish_grad_sync()
         start = time.perf_counter()
         self.optimizer.step()
@@ -197,9 +201,11 @@ class Step:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Median step and cast in ms, GiB in use between steps and at most in one, and the profile, after four steps of warm-up."""
+    """Median step and cast in ms, GiB in use between steps and at most in one, profile and losses; four steps of warm-up."""
     step, on_a_gpu = Step(options, device), device.type == "cuda"
-    for _ in range(4):
+    step.run()
+    first = step.loss
+    for _ in range(3):
         step.run()
     if on_a_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -210,7 +216,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     )
     step_ms, host_ms = (statistics.median(values) for values in zip(*times, strict=True))
     found = {"step_ms": step_ms, "free_ms": step.free_running(options.steps), "optimizer_host_ms": host_ms}
-    return {**found, "waiting_cast_ms": casts, "live_gib": live, "peak_gib": peak, **step.profiled()}
+    found |= {"waiting_cast_ms": casts, "live_gib": live, "peak_gib": peak, **step.profiled()}
+    return {**found, "first_loss": float(first), "last_loss": float(step.loss)}
 
 
 def main() -> None:
@@ -218,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=("delayed", "tensorwise", "blockwise"))
     parser.add_argument("--attach", action="store_true")
+    parser.add_argument("--bf16-weights", action="store_true", help="the optimizer's casts are to bf16")
     parser.add_argument("--offload", type=float, default=0.0, help="the fraction of masters that the host updates")
     parser.add_argument("--masters", choices=("host", "device"), default="host", help="where offloaded ones are cast")
     sizes = {"layers": 8, "hidden": 4096, "ffn": 14336, "vocabulary": 32768, "seq": 8192, "steps": 8}
