@@ -40,7 +40,6 @@ def test_every_row_runs_and_writes_the_bytes_of_the_reference():
     assert {m.row.name for m in report.measurements if m.by == "torch fused"} == {"A Adam"}
     assert all(m.ms > 0 and m.moved > 0 and m.times.calls >= 11 for m in report.measurements)
     assert report.copy.before > 0 and report.copy.after > 0
-    assert not report.full
 
 
 def test_only_ours_is_measured_without_peers():
@@ -125,12 +124,11 @@ def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.C
     options = ["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--only", "A cast nvfp4", "A Adam"]
     assert main([*options, "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert [len(re.findall(rf"^{row} +cpu ", out, re.MULTILINE)) for row in ("A cast nvfp4", "A Adam")] == [1, 1]
+    assert [len(re.findall(rf"^\| {row} \| cpu \|", out, re.MULTILINE)) for row in ("A cast nvfp4", "A Adam")] == [1, 1]
     assert "A Adam" not in err
     (written,) = tmp_path.glob("*.json")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
-    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "| A cast nvfp4 | cpu |" in written.with_suffix(".md").read_text()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
+    assert written.with_suffix(".md").read_text() in out
 
     stored = json.loads(written.read_text())
     for factor, status in ((1e6, 0), (1e-6, 1)):  # what was stored was far slower, then far faster

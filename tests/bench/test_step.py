@@ -243,7 +243,7 @@ def report(*rows: StepMeasurement, **changes: Any) -> StepReport:
 
 def test_a_stored_report_is_read_as_it_was(tmp_path: Path) -> None:
     found = report(measured("fsdp2:bf16 eager", 10.0), failures=(StepFailure("torchao:rowwise eager", "no"),))
-    found.write_json(tmp_path / "report.json")
+    (tmp_path / "report.json").write_text(json.dumps(found.as_dict()))
     again = StepReport.read(tmp_path / "report.json")
     assert again.as_dict() == json.loads((tmp_path / "report.json").read_text())
     assert again.measurements[0].profile == Profile([], [], 2.0, 1.0)  # type: ignore[arg-type]
@@ -286,8 +286,8 @@ def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest
     assert main([*wish, "--profile", "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     written = sorted((tmp_path / "out").iterdir())
-    assert [path.suffix for path in written] == [".json", ".md", ".png"] and all(str(path) in err for path in written)
-    assert written[1].read_text().strip() == out.strip() and written[2].read_bytes().startswith(b"\x89PNG")
+    assert [path.suffix for path in written] == [".json", ".md"] and all(str(path) in err for path in written)
+    assert written[1].read_text().strip() == out.strip()
     stored = json.loads(written[0].read_text())
     assert stored["settings"]["text"]["bytes"] == 256 and len(stored["settings"]["text"]["sha256"]) == 64
     (line,) = [line for line in out.splitlines() if line.startswith("| zero_adamw:nvfp4 eager |")]

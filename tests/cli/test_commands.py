@@ -58,8 +58,7 @@ def test_bench_writes_where_asked_and_explains_its_rows(
     assert main(["bench", *options, "--only", "B scattered cast mxfp8:block=32x32", "A Adam"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert list(tmp_path.iterdir()) == []
-    assert max(map(len, lines)) <= 100
     assert any(line.startswith("  Adam ") and "AdamW on the shard" in line for line in lines)
     assert any(line.startswith("  B scattered/64 ") and "16 weights" in line for line in lines)
     for row in ("B scattered cast mxfp8:block=32x32", "A Adam"):
-        assert len([line for line in lines if line.startswith(row)]) == 1
+        assert len([line for line in lines if line.startswith(f"| {row} |")]) == 1

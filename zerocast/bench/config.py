@@ -23,8 +23,8 @@ class BenchConfig:
     """Time casts, Adam steps and columnwise copies and compare them with a memory copy, and with
     TransformerEngine where it is installed.
 
-    Prints a description of the rows and a table; --out also writes Markdown, JSON and a plot into a
-    folder. `zerocast bench step` times whole training steps.
+    Prints a description of the rows and a table; --out also writes Markdown and JSON into a folder.
+    `zerocast bench step` times whole training steps.
 
     Example: zerocast bench --only "A cast" --out reports
 
@@ -51,7 +51,7 @@ class BenchConfig:
     seed: int = 0
     """Seed of all random inputs."""
     out: Path | None = None
-    """A folder to write the report into, as JSON, Markdown and a plot, named by date and device."""
+    """A folder to write the report into, as JSON and Markdown, named by date and device."""
     compare: Path | None = None
     """A stored report: exit with status 1 if a row's ratio to its floor grew by more than
     `threshold`.
@@ -78,7 +78,7 @@ class StepConfig:
     and torchao and TransformerEngine where they are installed.
 
     Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table;
-    --out also writes it with JSON and a plot into a folder.
+    --out also writes it into a folder, with JSON.
 
     Example: torchrun --nproc-per-node 2 -m zerocast bench step --variants fsdp2:bf16 'fsdp2:fp8_*'
 
@@ -134,7 +134,7 @@ class StepConfig:
     seed: int = 0
     """Seed of initial values and of the order of the text."""
     out: Path | None = None
-    """A folder to write the report into, as JSON, Markdown and a plot, named by date and device."""
+    """A folder to write the report into, as JSON and Markdown, named by date and device."""
     compare: Path | None = None
     """A stored report: exit with status 1 if the time or the memory of a row of ours grew by more
     than `threshold`.

@@ -1,11 +1,6 @@
-"""Reports for people: a Markdown page with a table, and a PNG, of casts and of training steps."""
+"""Reports for people: a Markdown page with a table, of casts and of training steps."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from zerocast.bench.report import Failure, Measurement, Report
 from zerocast.bench.row import Row
@@ -51,29 +46,6 @@ def legend(rows: Sequence[Row]) -> Iterator[str]:
     yield "  x floor             time over the time of a copy of the same bytes; 1 is memory speed"
 
 
-def terminal(report: Report) -> Iterator[str]:
-    """Yield the table for a terminal, 100 columns wide."""
-    heads = ("row", "by", "ms", "GB/s", "x floor", "host ms", "x ours")
-    yield TERMINAL.format(*heads)
-    for m in report.measurements:
-        ratio = report.over_ours(m)
-        over_floor = m.over_floor(report.copy.rate)
-        yield TERMINAL.format(
-            m.row.name,
-            m.by,
-            f"{m.ms:.3f}",
-            f"{m.rate:,.0f}" if m.rate >= 10 else f"{m.rate:.2g}",
-            f"{over_floor:.2f}" if over_floor < 100 else f"{over_floor:,.0f}",
-            f"{m.times.host_ms:.3f}",
-            "" if ratio is None else f"{ratio:.2f}",
-        ).rstrip()
-    yield f"a copy moves {report.copy.rate:,.1f} GB/s, by which floors are taken"
-    yield from _failures(report.failures)
-
-
-TERMINAL = "{:<34} {:<17} {:>8} {:>6} {:>7} {:>8} {:>6}"
-
-
 def _table(report: Report) -> Iterator[str]:
     yield _line(HEADS)
     yield _line(["---" if head in LEFT else "---:" for head in HEADS])
@@ -109,56 +81,6 @@ def _failures(failures: Sequence[Failure]) -> Iterator[str]:
         yield "Not measured:"
     for failure in failures:
         yield f"* {failure.row.name} by {failure.by}: {failure.reason}"
-
-
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-# The longest bar of a report at full size, in times of the floor. Longer bars are truncated there.
-LONGEST = 4.0
-
-
-def plot(report: Report, path: Path) -> None:
-    """Write a PNG with a bar for each measurement: rows from the top, a colour for each
-    implementation.
-    """
-    rows = list(dict.fromkeys(m.row.name for m in report.measurements))
-    figure = Figure(figsize=(14, 1.5 + 0.3 * len(report.measurements)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    by = dict.fromkeys([report.backend, *(m.by for m in report.measurements)])
-    height = 0.8 / max(1, len(by))
-    for number, (name, color) in enumerate(zip(by, COLORS, strict=False)):
-        own = [m for m in report.measurements if m.by == name]
-        places = [rows.index(m.row.name) + number * height for m in own]
-        _floors(left, report, own, places, height, color, name)
-        right.barh(places, [m.rate for m in own], height, color=color)
-    left.axvline(1.0, color="black", linewidth=0.8)
-    if report.full:
-        left.set(xlim=(0, LONGEST * 1.15))
-    else:
-        # Small workloads are far from their floors, by very different factors.
-        ratios = [m.over_floor(report.copy.rate) for m in report.measurements]
-        left.set(xscale="log", xlim=(min(1.0, *ratios, 1.0) / 2, max(1.0, *ratios, 1.0) * 4))
-        right.set(xscale="log")
-    left.set(
-        xlabel="time / floor",
-        title=f"{report.machine['device']}, {report.date}",
-    )
-    left.set_yticks([index + 0.4 - height / 2 for index in range(len(rows))], rows, fontsize=8)
-    left.invert_yaxis()
-    for axes in (left, right):
-        axes.margins(y=0.01)
-    left.legend(fontsize=8)
-    right.axvline(report.copy.rate, color="black", linewidth=0.8)
-    right.set(xlabel="GB/s of the bytes that must move; the line is a copy")
-    figure.savefig(path, dpi=120)
-
-
-def _floors(
-    axes: Axes, report: Report, own: list[Measurement], places: list[float], height: float, color: str, name: str
-) -> None:
-    ratios = [m.over_floor(report.copy.rate) for m in own]
-    longest = LONGEST if report.full else math.inf
-    bars = axes.barh(places, [min(ratio, longest) for ratio in ratios], height, color=color, label=name)
-    axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=7)
 
 
 STEP_HEADS = (
@@ -229,23 +151,3 @@ def _code(report: StepReport) -> Iterator[str]:
     lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
     if lines:
         yield from ("", "By one line of code, in addition to the optimizer's:", *lines)
-
-
-def step_plot(report: StepReport, path: Path) -> None:
-    """Write a PNG: time and peak memory of each row as bars, and the losses of all rows."""
-    figure = Figure(figsize=(16, 3 + 0.3 * len(report.measurements)), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    rows = [m.row for m in report.measurements]
-    left.barh(rows, [m.ms for m in report.measurements], color=COLORS[0])
-    left.set(xlabel="ms a step", title=f"{report.ranks} x {report.machine['device']}, {report.date}")
-    middle.barh(rows, [(m.peak_bytes or 0) / GIB for m in report.measurements], color=COLORS[2])
-    middle.set(xlabel="peak GiB", yticks=[])
-    for axes in (left, middle):
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-    for m in report.measurements:
-        right.plot(m.losses, label=m.row, linewidth=0.8)
-    right.set(xlabel="step", ylabel="loss")
-    if rows:
-        right.legend(fontsize=6)
-    figure.savefig(path, dpi=120)

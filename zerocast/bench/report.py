@@ -109,13 +109,11 @@ class Report:
 
     Attributes:
         backend: the backend of zerocast that was measured.
-        full: True for full-size workloads on a GPU.
         method: how times were taken, in words.
     """
 
     date: str
     backend: str
-    full: bool
     machine: Mapping[str, str | int | None]
     settings: Mapping[str, Any]
     method: str
@@ -143,7 +141,6 @@ class Report:
             "schema": SCHEMA,
             "date": self.date,
             "backend": self.backend,
-            "full": self.full,
             "machine": dict(self.machine),
             "settings": dict(self.settings),
             "method": self.method,
@@ -173,10 +170,6 @@ class Report:
             "over_ours": self.over_ours(m),
             "checked": m.checked,
         }
-
-    def write_json(self, path: Path) -> None:
-        """Write the result of `as_dict` to a file."""
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
 
 @dataclass(frozen=True)

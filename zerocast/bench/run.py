@@ -139,7 +139,6 @@ class Bench:
         return Report(
             date=today(),
             backend=self._env.backend,
-            full=self._scale == 1 and device.type == "cuda",
             machine=machine.describe(device),
             settings={**settings, "scale": self._scale, "flushed": self._clock.flushed},
             method=_method(self._clock, self._scale, device),

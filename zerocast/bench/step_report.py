@@ -1,6 +1,5 @@
 """StepReport: all measurements of one run of training steps as JSON, and against another run."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -186,13 +185,9 @@ class StepReport:
             "failures": [asdict(failure) for failure in self.failures],
         }
 
-    def write_json(self, path: Path) -> None:
-        """Write the result of `as_dict` to a file."""
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-
     @classmethod
     def read(cls, path: Path) -> "StepReport":
-        """Read a file of `write_json`. Raises ValueError for any other file."""
+        """Read a file with the JSON of `as_dict`. Raises ValueError for any other file."""
         stored = read_stored(path, SCHEMA)
         fields = ("date", "ranks", "tokens", "machine", "settings")
         return cls(

@@ -6,15 +6,15 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerocast.bench.config import BenchConfig, StepConfig
-from zerocast.bench.render import legend, markdown, plot, step_markdown, step_plot, terminal
+from zerocast.bench.render import legend, markdown, step_markdown
 from zerocast.bench.report import Regression, Report, regressions, stored_ratios
 from zerocast.bench.run import Bench
 from zerocast.bench.step import StepBench
@@ -32,13 +32,11 @@ def cast(config: BenchConfig) -> int:
         interrupts.print_error(f"zerocast bench: {error}")
         return 2
     if not config.json:
-        print("\n".join(legend(runner.rows)), flush=True)
+        print("\n".join([*legend(runner.rows), ""]), flush=True)
     progress = Progress()
     report = runner.run(progress.say)
     progress.clear()
-    print(json.dumps(report.as_dict(), indent=1) if config.json else "\n".join(["", *terminal(report)]))
-    if config.out is not None:
-        _write(report, markdown(report), plot, config.out, report.backend)
+    _publish(report, markdown(report), config.json, config.out, report.backend)
     grown = regressions(report, stored, config.threshold)
     return _status(grown, report.failed)
 
@@ -58,9 +56,7 @@ def step(config: StepConfig) -> int:
         interrupts.print_error(f"zerocast bench step: {error}")
         return 2
     if is_first:
-        print(json.dumps(report.as_dict(), indent=1) if config.json else step_markdown(report))
-        if config.out is not None:
-            _write(report, step_markdown(report), step_plot, config.out, f"step-x{report.ranks}")
+        _publish(report, step_markdown(report), config.json, config.out, f"step-x{report.ranks}")
     return _status(grown if is_first else [], report.failed)
 
 
@@ -70,23 +66,22 @@ def _status(grown: list[Regression], failed: bool) -> int:
     return 1 if grown or failed else 0
 
 
-AnyReport = TypeVar("AnyReport", Report, StepReport)
-
-
-def _write(report: AnyReport, text: str, draw: Callable[[AnyReport, Path], None], folder: Path, subject: str) -> None:
-    """Write JSON, Markdown and PNG files, named by date, device and `subject`."""
+def _publish(report: Report | StepReport, text: str, as_json: bool, folder: Path | None, subject: str) -> None:
+    """Print a report, as `text` or as JSON, and write both into files of a folder, if there is one,
+    named by date, device and `subject`.
+    """
+    data = json.dumps(report.as_dict(), indent=1)
+    print(data if as_json else text)
+    if folder is None:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     device = "-".join(str(report.machine["device"]).lower().split())
     stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{subject}"
-    data_file, page_file, picture_file = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
-    with written(data_file) as path:
-        report.write_json(path)
-    with written(page_file) as path:
-        path.write_text(text)
-    with written(picture_file) as path:
-        draw(report, path)
-    for path in (data_file, page_file, picture_file):
-        _say(f"wrote {path}")
+    for suffix, content in (("json", f"{data}\n"), ("md", text)):
+        file = folder / f"{stem}.{suffix}"
+        with written(file) as path:
+            path.write_text(content)
+        _say(f"wrote {file}")
 
 
 def _step_progress(result: StepMeasurement | StepFailure) -> None:
