@@ -24,7 +24,7 @@ from tests.workers import Ranks, error_of, on_ranks
 from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.master_memory import MasterAddresses
 
 ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
 

@@ -22,7 +22,7 @@ from zerocast import gemm
 from zerocast.bench.llama import SHAPES, Llama
 from zerocast.distributed.rank_report import Comparison
 from zerocast.fsdp2.manager import CastManager
-from zerocast.fsdp2.torch_fsdp import PIECES, MasterAddresses, MasterMemory
+from zerocast.fsdp2.master_memory import PIECES, MasterAddresses, MasterMemory
 
 ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
 BF16 = "bf16"

@@ -19,7 +19,7 @@ from zerocast.cast.captured_step import CapturedStep
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.gather_status import GatherStatus
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.master_memory import MasterAddresses
 from zerocast.weight.validity import transaction
 
 WIDTH = 64

@@ -17,7 +17,7 @@ from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
 from tests.observed import logged
 from tests.workers import Ranks, error_of, on_ranks
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.master_memory import MasterAddresses
 
 WIDTH = 128
 

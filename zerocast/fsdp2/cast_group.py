@@ -23,7 +23,8 @@ from zerocast.distributed.row_shards import CODES
 from zerocast.formats import AmaxPolicy
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.gather_layout import GatherLayout, side_by_side
-from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
+from zerocast.fsdp2.param_groups import ParamGroup
+from zerocast.fsdp2.weight import FSDPWeight
 
 # Tables that are kept for sets of weights that steps have not measured. Which experts learn may
 # change with every step.

@@ -22,8 +22,8 @@ from zerocast.cast.switch import SwitchPart
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.plan import ShardPlan
-from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import LOAD, FSDPWeight, Presentation
 from zerocast.optim.untrained_checks import COMPARED_AFTER
 from zerocast.verification.verify import verify

@@ -23,9 +23,9 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_layout import ReductionGroup
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.gather_status import GatherStatus
-from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
-from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living, shard_statuses
+from zerocast.fsdp2.master_memory import MasterAddresses
+from zerocast.fsdp2.param_groups import ParamGroup, ParamGroups, prepared_params
+from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, living, shard_statuses
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
 

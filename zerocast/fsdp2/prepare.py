@@ -12,11 +12,11 @@ The life of a prepared parameter:
         ▼
     cast of all weights, before the next gather       manager.py, cast_group.py
         │ amaxes, one all-reduce, scales
-        │ codes of the shards of a group are cast;    weight.py
+        │ codes of the shards of a group are cast;    param_groups.py
         │ codes, scales, header are sent              gather_layout.py
         ▼
     all-gather of bytes, by FSDP2
-        │ headers are compared, scales laid out       weight.py, gather_status.py
+        │ headers are compared, scales laid out       param_groups.py, gather_status.py
         ▼
     QuantizedWeight over the bytes of all ranks: forward and backward products
         │ resharded: the gathered bytes are freed
