@@ -32,6 +32,7 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
 Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -111,71 +112,56 @@ class ShareDriver(CastDriver):
         yield Patch(self.plan.validity, "before_read", self.gathers.wait_for)
 
 
-class OptimizerDrivers:
-    """The casts of one optimizer: a driver for each group of ranks that divides a part of it.
-
-    Attributes:
-        drivers: one ShareDriver for each group of ranks, at least one.
-        optimizer: the host's optimizer, whose methods are replaced.
+def _patches_of(drivers: Sequence[ShareDriver], guard: MethodGuard) -> Iterator[Patch]:
+    """Yield the patches by which the drivers of one optimizer cast, gather, and overwrite the
+    masters with the model's values.
     """
+    optimizer = drivers[0].shards.optimizer
+    kind = optimizer_kinds.kind_of(optimizer)
 
-    def __init__(self, drivers: Sequence[ShareDriver], guard: MethodGuard) -> None:
-        self.drivers = list(drivers)
-        self.optimizer = drivers[0].shards.optimizer
-        self._guard = guard
-
-    def cast(self) -> None:
-        """Cast all masters. The host gathers the bytes. Collective."""
-        for driver in self.drivers:
+    def cast() -> None:
+        for driver in drivers:
             driver.cast()
 
-    def refresh(self) -> None:
-        """Cast and gather masters that were loaded or written by hand. Collective."""
-        for driver in self.drivers:
-            driver.refresh()
-
-    def leave_memory(self) -> None:
-        """Drop the references to device memory from which the host has moved masters."""
-        for driver in self.drivers:
+    def leave_memory() -> None:
+        for driver in drivers:
             driver.leave_memory()
 
-    def patches(self) -> Iterator[Patch]:
-        """Yield the patches that cast, gather and overwrite the masters with the model's values."""
-        optimizer, guard = self.optimizer, self._guard
-        kind = optimizer_kinds.kind_of(optimizer)
-        copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
-        copy_model = raising_together(copy_model, sharing_matrices(self.drivers))
-        cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
-        yield Patch(kind.copier(optimizer), "_copy_main_params_to_model_params", cast)
-        for owner, name in kind.reads(optimizer):
-            yield Patch(owner, name, copy_model)
-        yield from offload.patches(optimizer)
-        if hasattr(optimizer, "offload_to_cpu"):
-            # The host moves masters and moments to the CPU while a model generates. A view that a
-            # plan still held would keep their device memory allocated.
-            yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, self.leave_memory))
-        for driver in self.drivers:
-            yield from driver.patches()
+    copy_model = guard.writing(_copying_model(drivers), Use.STEP, "reading masters from the model", masters=True)
+    copy_model = raising_together(copy_model, sharing_matrices(drivers))
+    yield Patch(
+        kind.copier(optimizer),
+        "_copy_main_params_to_model_params",
+        guard.writing(cast, Use.STEP, "a cast", masters=False),
+    )
+    for owner, name in kind.reads(optimizer):
+        yield Patch(owner, name, copy_model)
+    yield from offload.patches(optimizer)
+    if hasattr(optimizer, "offload_to_cpu"):
+        # The host moves masters and moments to the CPU while a model generates. A view that a plan
+        # still held would keep their device memory allocated.
+        yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, leave_memory))
+    for driver in drivers:
+        yield from driver.patches()
 
-    def _copying_model(self) -> Callable[..., None]:
-        """Wrap the host's method that reads masters from the model or from a state dict: `refresh`
-        follows.
 
-        The refresh makes the weights the cast of the new masters: quantizing a dequantized value
-        again need not give the same bytes.
-        """
-        read_given = offload.reading_given_values(self.optimizer)
+def _copying_model(drivers: Sequence[ShareDriver]) -> Callable[..., None]:
+    """Wrap the host's method that reads masters from the model or from a state dict. It then casts
+    and gathers them: quantizing a dequantized value again need not give the same bytes.
+    """
+    read_given = offload.reading_given_values(drivers[0].shards.optimizer)
 
-        @torch.no_grad()
-        def copy_model(state_dict: Any = None) -> None:
-            if state_dict is not None:
-                read_given(state_dict)
-            else:
-                for driver in self.drivers:
-                    driver.read_masters()
-            self.refresh()
+    @torch.no_grad()
+    def copy_model(state_dict: Any = None) -> None:
+        if state_dict is not None:
+            read_given(state_dict)
+        else:
+            for driver in drivers:
+                driver.read_masters()
+        for driver in drivers:
+            driver.refresh()
 
-        return copy_model
+    return copy_model
 
 
 class Attachment:
@@ -186,10 +172,11 @@ class Attachment:
             optimizer whose parameters are all plain has one too. Empty after `detach`.
     """
 
-    def __init__(self, by_optimizer: Sequence[OptimizerDrivers], guard: MethodGuard) -> None:
-        self._by_optimizer = list(by_optimizer)
+    def __init__(self, drivers: Sequence[ShareDriver], guard: MethodGuard) -> None:
+        # The drivers of each optimizer follow each other. Empty after `detach`.
+        self._drivers = list(drivers)
         self._guard = guard
-        self.plans: list[CastPlan] = [driver.plan for driver in self._drivers()]
+        self.plans: list[CastPlan] = [driver.plan for driver in drivers]
         # The optimizer given to `attach` and those inside it. Empty before `patch` and after
         # `detach`, which `_check_attached` relies on.
         self._optimizers: list[Any] = []
@@ -203,8 +190,8 @@ class Attachment:
         model. Raises RuntimeError after a step that failed partway: some masters are still old.
         """
         self._check_attached()
-        refresh = raising_together(self._guard.refresh, sharing_matrices(self._drivers()))
-        refresh([each.refresh for each in self._by_optimizer])
+        refresh = raising_together(self._guard.refresh, sharing_matrices(self._drivers))
+        refresh(self._drivers)
 
     def master_views(self) -> Iterator[MasterViews]:
         """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.
@@ -214,7 +201,7 @@ class Attachment:
         """
         self._check_attached()
         self._guard.check(Use.VERIFY)
-        for driver in self._drivers():
+        for driver in self._drivers:
             yield from driver.master_views()
 
     def detach(self) -> None:
@@ -225,7 +212,7 @@ class Attachment:
         the last step are finished first.
         """
         delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
-        for driver in self._drivers():
+        for driver in self._drivers:
             # Partial weights may come from a rank that died: a collective would then never end.
             if not self._guard.validity.partial:
                 driver.gathers.start_due()
@@ -239,10 +226,7 @@ class Attachment:
                 if unattached.owns_quantized_weights(optimizer):
                     state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
                     unattached.refuse(optimizer, state)
-            self.plans, self._optimizers, self._by_optimizer = [], [], []
-
-    def _drivers(self) -> list[ShareDriver]:
-        return [driver for of_optimizer in self._by_optimizer for driver in of_optimizer.drivers]
+            self.plans, self._optimizers, self._drivers = [], [], []
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -264,7 +248,7 @@ class Attachment:
         # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
         # claim alive once its attachment is gone.
         claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        for driver in self._drivers():
+        for driver in self._drivers:
             assert driver.claim is not None
             claims.update(dict.fromkeys(map(id, driver.shards.params), driver.claim))
         modules = [chunk.module for chunk in chunks]
@@ -279,11 +263,10 @@ class Attachment:
                 patches.callback(remove)
         # The methods that raise are removed first: the patches below wrap the host's own methods.
         unattached.lift(patches, self._optimizers)
-        for of_optimizer in self._by_optimizer:
-            patches.apply(of_optimizer.patches())
+        for _, of_optimizer in itertools.groupby(self._drivers, lambda driver: id(driver.shards.optimizer)):
+            patches.apply(_patches_of(list(of_optimizer), self._guard))
         # The guard comes last, so that it surrounds all that the plans have replaced.
-        casts = {id(each.optimizer): each for each in self._by_optimizer}
-        patches.apply(self._guard.patches(optimizer, distributed, casts, self._after_step(verify_every)))
+        patches.apply(self._guard.patches(optimizer, distributed, self._drivers, self._after_step(verify_every)))
         patches.apply(saves)
         self._patches = patches.pop_all()
 
@@ -327,13 +310,14 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
             for inner in host.distributed_optimizers(optimizer):
                 offload.keep_on_cpu(inner, patches)
         shards = collect(optimizer, chunks)
-        attachment = Attachment(*build_drivers(shards, patches))
+        drivers, guard = build_drivers(shards, patches)
+        attachment = Attachment(drivers, guard)
         attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)
     return attachment
 
 
-def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[OptimizerDrivers], MethodGuard]:
-    """Build one driver for each share of each optimizer, and their guard. Collective.
+def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[ShareDriver], MethodGuard]:
+    """Build one driver for each share of each optimizer, in order, and their guard. Collective.
 
     A model whose weights are all plain gets no drivers. An error about experts raises on all ranks
     of the dense layers, whose share is the first.
@@ -344,7 +328,7 @@ def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[
     detached = [shard.detached.validity for shard in shards if shard.detached is not None]
     partial = [validity for validity in detached if validity.partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
-    by_optimizer: dict[int, list[ShareDriver]] = {}  # by id of the optimizer
+    drivers: list[ShareDriver] = []
     dense = shards[0]
     for shard in shards:
         is_dense = shard.share.group is dense.share.group
@@ -355,8 +339,7 @@ def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[
                 te_tensors = TETensors(shard.names, shard.params, shard.weights)
                 patches.callback(te_tensors.release)
                 gathers = Gathers(shard.bucket_groups, te_tensors, lock, guard)
-                driver = ShareDriver(shard, te_tensors, gathers, guard)
-                by_optimizer.setdefault(id(shard.optimizer), []).append(driver)
+                drivers.append(ShareDriver(shard, te_tensors, gathers, guard))
         except (TypeError, ValueError, RuntimeError) as error:
             # All ranks of the dense group have raised together already.
             if is_dense:
@@ -366,7 +349,7 @@ def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[
         # continue and wait in their next collective, so the error is raised on them too.
         if not is_dense:
             validate_across_ranks(dense.group, [], problem, "attaches zerocast to experts")
-    return [OptimizerDrivers(drivers, guard) for drivers in by_optimizer.values()], guard
+    return drivers, guard
 
 
 def _check_together(shards: OwnedShare, may_have_stepped: bool) -> None:

@@ -6,7 +6,7 @@ repeated, since the masters are complete.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerocast.cast.host import raising_together
@@ -21,7 +21,7 @@ from .inner_state import copy_group_steps, filling_states, prepare_states, readi
 from .validate import check_checkpoint
 
 if TYPE_CHECKING:
-    from .attachment import OptimizerDrivers, ShareDriver
+    from .attachment import ShareDriver
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 ADVICE = (
@@ -64,14 +64,13 @@ class MethodGuard:
         self,
         optimizer: Any,
         distributed: Sequence[Any],
-        casts: Mapping[int, "OptimizerDrivers"],
+        drivers: Sequence["ShareDriver"],
         after_step: Callable[[], None],
     ) -> Iterator[Patch]:
         """Yield patches of the methods that step, save and load.
 
         `optimizer` is the argument of `attach`, and `distributed` are the optimizers inside it.
-        `casts` maps the id of each of these to its casts. `after_step` is called after each
-        complete step of `optimizer`.
+        `drivers` cast for them. `after_step` is called after each complete step of `optimizer`.
         """
         for inner in distributed:
             if optimizer_kinds.kind_of(inner).saves_shards:
@@ -81,27 +80,23 @@ class MethodGuard:
         # An optimizer that is not a chain is also its only distributed optimizer.
         for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
             loads_all = owner is optimizer or len(distributed) == 1
-            if loads_all:
-                optimizers, of_owner = distributed, list(casts.values())
-            else:
-                optimizers = [owner]
-                of_owner = [casts[id(owner)]] if id(owner) in casts else []
-            drivers = [driver for each in of_owner for driver in each.drivers]
+            optimizers = distributed if loads_all else [owner]
+            of_owner = [driver for driver in drivers if loads_all or driver.shards.optimizer is owner]
             step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
-            step = raising_together(step, sharing_matrices(drivers))
+            step = raising_together(step, sharing_matrices(of_owner))
             if owner is optimizer:
                 step = followed_by(step, after_step)
             yield Patch(owner, "step_with_ready_grads", step)
             kind = optimizer_kinds.kind_of(owner)
             for name, use in (USES | dict.fromkeys(kind.saves, Use.SAVE)).items():
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
-            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, drivers))
-            sharded_state_dict = self.saving(owner.sharded_state_dict, drivers)
+            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, of_owner))
+            sharded_state_dict = self.saving(owner.sharded_state_dict, of_owner)
             yield Patch(owner, "sharded_state_dict", self.preparing(sharded_state_dict, distributed))
             for name in (*LOAD, *kind.loads):
                 yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, optimizers, loads_all))
 
-    def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
+    def refresh(self, drivers: Iterable["ShareDriver"]) -> None:
         """Cast and gather. This completes weights that a cast or a gather left partial.
 
         Raises RuntimeError where masters are partial.
@@ -109,8 +104,8 @@ class MethodGuard:
         if self.validity.has_partial_masters:
             self.check(Use.STEP)
         with self.validity.transaction("a cast", masters=False):
-            for refresh in refreshes:
-                refresh()
+            for driver in drivers:
+                driver.refresh()
 
     def checked(self, method: Method, use: Use) -> Method:
         """Wrap `method`: it raises if the weights are not valid for `use`."""
@@ -185,9 +180,9 @@ class MethodGuard:
         return call
 
     def loading(
-        self, method: Method, casts: Sequence["OptimizerDrivers"], optimizers: Sequence[Any], loads_all: bool
+        self, method: Method, drivers: Sequence["ShareDriver"], optimizers: Sequence[Any], loads_all: bool
     ) -> Method:
-        """Wrap a method that loads `optimizers`: it casts and gathers their masters afterwards.
+        """Wrap a method that loads `optimizers`: their drivers cast and gather afterwards.
 
         A load of all optimizers makes partial weights complete.
         """
@@ -195,11 +190,11 @@ class MethodGuard:
         def load(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
             copy_group_steps(optimizers)
-            for each in casts:
-                each.refresh()
+            for driver in drivers:
+                driver.refresh()
             return result
 
-        load_together = raising_together(load, sharing_matrices([driver for each in casts for driver in each.drivers]))
+        load_together = raising_together(load, sharing_matrices(drivers))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one

@@ -58,7 +58,7 @@ def _sides(run: Run, attached: Any) -> Sides:
         copy for one in run.optimizer.chained_optimizers for copy in megatron_names.cpu_copies(one.optimizer).values()
     ]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
-    plans = attached._drivers()
+    plans = attached._drivers
     plain = [shard.master for plan in plans for shard in plan.host.plain]
     read = [shard.master for shard in shards if shard.on_cpu]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]

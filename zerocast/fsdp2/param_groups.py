@@ -1,4 +1,4 @@
-"""ParamGroup: the prepared weights that FSDP2 gathers together, and the bytes that are sent of them.
+"""ParamGroup: the prepared weights that FSDP2 gathers together, and the bytes that it sends.
 ParamGroups: all of FSDP2's parameter groups in a prepared model, and which of them stay gathered.
 """
 
