@@ -4,10 +4,12 @@
 * parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
 * dropout draws from the one generator there is;
 * the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes;
+* what a save has written is told within the rank: for an asynchronous one each rank starts a Python that passes it on;
 * megatron.training since 0.18, and emerging_optimizers, take `typing.override`, which is in Python from 3.12 on.
 """
 
 import contextlib
+import queue
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +30,7 @@ WHY_NOT = ""
 try:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 except Exception as error:  # such as the syntax of a newer Python
     WHY_NOT = f"megatron-core cannot be imported: {error}"
 needs_megatron = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -91,6 +94,7 @@ def cuda_on_cpu() -> Iterator[None]:
         for name in ("current_stream", "synchronize", "Stream", "stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
+        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         stack.enter_context(_OnCpu())
         yield
 

@@ -72,6 +72,8 @@ configs = module_or_none("megatron.training.argument_utils")
 tokenizers = module_or_none(
     "megatron.core.tokenizers.utils.build_tokenizer", "megatron.core.tokenizers.text.utils.build_tokenizer"
 )
+# Imported as a run begins, with transformers: ranks are forked with it.
+module_or_none("megatron.core.tokenizers.text.models")
 needs_training = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 FLAGS = (
