@@ -1,14 +1,15 @@
 """ZeroAdamW over NCCL: the bits of the undistributed reference after every step, and exact checkpoints."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.cast import test_shared_amax
 from tests.devices import gpu_params, gpus
-from tests.optim import test_muon
-from tests.optim.runs import ADAM, DETERMINISTIC, Run, check
+from tests.optim import test_accumulation, test_muon
+from tests.optim.runs import ADAM, DETERMINISTIC, Compared, Run, Trainer, check
 from tests.optim.test_gathered_scales import WHOLE
 from zerocast import ZeroConfig
 
@@ -50,3 +51,38 @@ def test_every_step_gives_the_bits_of_the_reference(gpu_ranks, run, backend):
 def test_fused_weights_share_an_amax(gpu_ranks, fmt):
     """The first cast is the reference's on the CPU, later ones are verified; under FSDP2 too."""
     gpu_ranks(2)(test_shared_amax.both, fmt, "cuda", timeout=CASE_SECONDS)
+
+
+def without_gradients_before_no_sync(passes: Callable[[Trainer], None], count: int) -> None:
+    compared = Compared(dataclasses.replace(test_accumulation.BY_TURNS, accumulate=count, no_sync=False, device="cuda"))
+    passes(compared)
+    compared.optimizer.step()
+    compared.follow(0)
+    compared.check("stepped")
+
+
+@pytest.mark.parametrize(
+    ("passes", "count"),
+    [(test_accumulation.synchronised_then_not, 2), (test_accumulation.synchronised_around, 3)],
+    ids=["synchronised", "around"],
+)
+def test_a_rank_without_gradients_before_no_sync(gpu_ranks, passes, count):
+    gpu_ranks(2)(without_gradients_before_no_sync, passes, count, timeout=CASE_SECONDS)
+
+
+def waits_after_no_sync() -> bool:
+    """Whether the host waits, in a step after no_sync, for what the GPU does before that step."""
+    trainer = Trainer(Run(accumulate=2, device="cuda"))
+    trainer.train(range(3))
+    trainer.backward(3)
+    torch.cuda._sleep(6_000_000_000)  # cycles, about three seconds
+    slept = torch.cuda.Event()
+    slept.record()
+    trainer.optimizer.step()
+    waited = slept.query()
+    torch.cuda.synchronize()
+    return waited
+
+
+def test_a_step_after_no_sync_does_not_wait(gpu_ranks):
+    assert gpu_ranks(2)(waits_after_no_sync) == [False, False]

@@ -1,12 +1,14 @@
 """How often a step communicates, and how much: counted twice, at torch.distributed and below it."""
 
+import time
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.dispatched import Dispatched
@@ -17,6 +19,7 @@ from tests.optim.traffic import recorded
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.bucket import fill_buckets
+from zerocast.distributed.group import Flight, Group
 
 STORAGE_BYTES = {"fp8_current": 1.0, "fp8_block": 1.0, "fp8_delayed": 1.0, "nvfp4": 0.5, "mxfp8": 2.0, "plain": 2.0}
 MODEL = (
@@ -91,15 +94,45 @@ def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(world, g
     assert elements + elements // 32 <= nbytes <= elements + elements // 32 + 12 * 7 * world
 
 
-@pytest.mark.parametrize(("no_sync", "passes"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("questions", "passes"), [(2, 1), (0, 3)])
 @on_ranks(2)
-def test_one_reduce_scatter_a_bucket_a_backward_pass(no_sync, passes):
-    """After no_sync ranks also ask each other, once, whether gradients are left."""
-    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
+def test_one_reduce_scatter_a_bucket_a_backward_pass(questions, passes):
+    """Where no_sync begins, ranks also ask each other how many passes they have reduced."""
+    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=passes == 1, config=ZeroConfig()))
     with recorded() as log:
         trainer.step(0)
     counts = Counter(kind for kind, _ in log)
-    assert (counts["reduce-scatter"], counts["all-reduce"]) == (5 * passes, 2 + no_sync)
+    assert (counts["reduce-scatter"], counts["all-reduce"]) == (5 * passes, 2 + questions)
+
+
+@on_ranks(2)
+def test_accumulation_waits_for_no_answer():
+    """Each question is asked while no_sync begins, and the last one read when its answer has long arrived."""
+    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, config=ZeroConfig()))
+    reduce, wait = Group.all_reduce_max, Flight.wait
+    flights: list[Flight | None] = []
+    events: list[str] = []
+
+    def recorded_reduce(self: Group, tensor: Tensor, what: str = "", async_op: bool = False) -> Flight | None:
+        flight = reduce(self, tensor, what, async_op)
+        events.append("asks" if async_op else f"waits for {what}")
+        flights.append(flight)
+        return flight
+
+    def recorded_wait(self: Flight) -> None:
+        if self in flights:
+            events.append("reads" if self.is_completed() else "waits for the answer")
+        wait(self)
+
+    with mock.patch.object(Group, "all_reduce_max", recorded_reduce), mock.patch.object(Flight, "wait", recorded_wait):
+        trainer.backward(0)
+        assert events == ["asks", "asks"]
+        started = time.monotonic()
+        while not all(flight is not None and flight.is_completed() for flight in flights):
+            assert time.monotonic() < started + 10
+        trainer.optimizer.clip_grad_norm_(1.0)
+        trainer.optimizer.step()
+    assert events == ["asks", "asks", "reads", "waits for the packed amaxes of a cast"]
 
 
 @on_ranks(2)
@@ -140,6 +173,7 @@ def test_plain_parameters_are_gathered_first():
 
 @on_ranks(2)
 def test_construction():
+    Group.of(None).twin()  # made once, by whoever asks first
     with recorded() as log:
         Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig()))
     calls = dict(Counter(kind for kind, _ in log))

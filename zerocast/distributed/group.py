@@ -8,6 +8,7 @@ ranks), and so may NCCL's watchdog; then only their own logs remain.
 import contextlib
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 # The largest number of groups that `_counting_alike` has shown to torch so far. It starts above any
 # number of groups that a program makes, so that no other group has a name with this number.
 _most_groups = 1_000
+# The twin of each group that has one.
+_twins: "weakref.WeakKeyDictionary[dist.ProcessGroup, Group]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -134,6 +137,17 @@ class Group:
         # ranks of the job would have to.
         with self._counting_alike():
             return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+
+    def twin(self) -> "Group":
+        """Return the twin of this group: another process group of the same ranks, whose collectives
+        have no order with those of this one. Collective, since the first call makes it.
+        """
+        if self.handle is None or self.size == 1:
+            return self
+        if self.handle not in _twins:
+            _twins[self.handle] = self.duplicate()
+        twin = _twins[self.handle]
+        return twin.called_by(self.caller) if self.caller else twin
 
     @contextlib.contextmanager
     def _counting_alike(self) -> Iterator[None]:

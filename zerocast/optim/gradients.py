@@ -11,13 +11,15 @@ round every parameter has a `ReducedGradient`, even if it had no gradient, so th
 same gradients.
 
 A rank without any gradient in a pass begins no round, and its next round is the one that others
-have begun in that pass. From `no_sync` on it is asked for the rounds that it lacks
-(`_is_left_anywhere`).
+have begun in that pass. Each time `no_sync` begins, ranks start to exchange how many rounds they
+have run. `_reduce` reads the largest number and runs the rounds that this rank lacks. Nothing waits
+for it before, nor for the GPU.
 
 The callback at the end of a backward pass does not run if the pass raises. The next pass detects
 this, and raises until `zero_grad` of the optimizer is called.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.distributed.agreement import check_same_call, largest_of_ranks
+from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.bucket import IN_FLIGHT, Bucket
 from zerocast.distributed.group import Flight, Group
 from zerocast.optim.config import ZeroConfig
@@ -60,7 +62,7 @@ EXCHANGED = (
 )
 
 ROUND = "reduces the gradients of a backward pass"
-GRADIENTS_LEFT = "whether gradients are left to be reduced"
+ROUNDS_BEGUN = "the number of times that gradients were reduced before no_sync"
 
 
 class _End:
@@ -122,15 +124,18 @@ class GradientReducer:
         # The end of the backward pass of this round, and the thread that runs the pass.
         self._end: weakref.ref[_End] | None = None
         self._thread = 0
-        # True if a round has run since `reset`.
-        self._reduced = False
-        # True if no_sync was entered since the last round. Unlike the presence of gradients, it is
-        # the same on every rank.
-        self._unreduced = False
-        # False from no_sync on, until all ranks have said that they have nothing left to reduce.
-        self._is_settled = True
-        # The message that this rank has begun a further round. Kept until it is complete.
-        self._notice: Flight | None = None
+        # The number of rounds that have run since `reset`.
+        self._rounds = 0
+        # The number that must have run before a step, as far as this rank knows: one more than when
+        # no_sync last began, 0 without no_sync.
+        self._needed = 0
+        # The largest number of rounds of any rank when no_sync last began, int64[1]. It is
+        # exchanged in a separate group, which has no order with the reductions: a rank that lacks a
+        # round sends its number before that round, and the others after it.
+        self._question: tuple[Tensor, Flight] | None = None
+        self._asking_group = group.twin()
+        # A stream that waits for no reduction.
+        self._asking_stream = None if self._stream is None else torch.cuda.Stream(device)
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
@@ -170,22 +175,34 @@ class GradientReducer:
     def set_synchronise(self, synchronise: bool) -> bool:
         """Set whether backward passes are rounds. Return the previous setting."""
         before, self.synchronise = self.synchronise, synchronise
-        self._unreduced |= not (synchronise and before)
-        self._is_settled &= synchronise and before
+        if not (synchronise and before):
+            self._needed = self._rounds + 1
+        if before and not synchronise:
+            self._ask()
         self._update_keeps_local()
         if synchronise and not before:
             # Gradients are now read as reduced ones, of the same parameters on every rank.
-            self.gradients.collect_all(self._reduced)
+            self.gradients.collect_all(self._rounds > 0)
         return before
+
+    def _ask(self) -> None:
+        """Start to exchange how many rounds ranks have begun. Waits for nothing."""
+        with self._on_asking_stream():
+            most = torch.full((1,), self._rounds, dtype=torch.int64, device=self._asking_group.device)
+            flight = self._asking_group.all_reduce_max(most, ROUNDS_BEGUN, async_op=True)
+        self._question = None if flight is None else (most, flight)
+
+    def _on_asking_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._asking_stream is None else torch.cuda.stream(self._asking_stream)
 
     def reset(self) -> None:
         """Drop the sum, so that the next round starts from zero, and the state of a backward pass
         that failed partway.
         """
-        if self._stage == 1 or self._unreduced or self._launched is not None:
+        if self._stage == 1 or self._needed > self._rounds or self._launched is not None:
             self.gradients.drop_local()
-        self._reduced = self._unreduced = False
-        self._is_settled = self.synchronise
+        self._rounds = self._needed = 0
+        self._question = None
         self.gradients.changes = 0
         self._filling.clear()
         self._launched, self._adds = None, self._stage == 2
@@ -210,7 +227,7 @@ class GradientReducer:
         self._check_open()
         if not self.synchronise:
             raise RuntimeError(INSIDE)
-        if not (self._reduced or self._unreduced):
+        if not (self._rounds or self._needed):
             raise RuntimeError(USED_UP)
         self._reduce()
 
@@ -224,7 +241,7 @@ class GradientReducer:
         """Raise RuntimeError if there are gradients that no step has used, or within `no_sync`."""
         self._check_open()
         is_kept = any(part.local is not None for part in self.gradients.parts)
-        if is_kept or self._reduced or self._unreduced or not self.synchronise:
+        if is_kept or self._rounds or self._needed or not self.synchronise:
             raise RuntimeError(
                 f"{use.value} during gradient accumulation, whose backward passes would then differ: call it after step() or "
                 "zero_grad() of the optimizer, and before the next backward pass"
@@ -243,32 +260,27 @@ class GradientReducer:
             raise RuntimeError(RUNNING if running else DIED)
 
     def _reduce(self) -> None:
-        is_left = self._unreduced
-        if not self._reduced:
-            found, without_any = self._idle.found, not self._unreduced
-            self._begin()
-            self.end_round()
-            is_left = False
-            if without_any and self._idle.found == found:
-                self._idle.warn_no_gradients()
-        # If this rank had no gradients in a backward pass before no_sync, the others have begun a
-        # round more. Its first round then was theirs of that pass.
-        while not self._is_settled and self._is_left_anywhere(is_left):
-            self._begin()
-            self.end_round()
-            is_left = False
-        self._is_settled = self.synchronise
+        found, had_no_pass = self._idle.found, not (self._rounds or self._needed)
+        self._run_rounds(max(self._needed, 1))
+        if self._question is not None:
+            # Read after this rank's rounds: others may be able to begin no_sync only after these.
+            (most, flight), self._question = self._question, None
+            with self._on_asking_stream():
+                flight.wait()
+                needed = int(most) + 1
+            self._run_rounds(needed)
+        if had_no_pass and self._idle.found == found:
+            self._idle.warn_no_gradients()
+        if not self.synchronise:
+            self._needed = self._rounds + 1
         if self._flying:
             self._land(wait=True)
-        self._notice = None
 
-    def _is_left_anywhere(self, is_left: bool) -> bool:
-        """Return True if a rank has gradients that no round has reduced; `is_left` for this rank.
-        Collective.
-        """
-        if self._group.size == 1:
-            return is_left
-        return bool(largest_of_ranks(self._group, [is_left], GRADIENTS_LEFT)[0])
+    def _run_rounds(self, number: int) -> None:
+        """Run rounds until there were `number` since `reset`."""
+        while self._rounds < number:
+            self._begin()
+            self.end_round()
 
     def _begin(self) -> None:
         """Begin a round. Its gradients are added to those that were clipped before."""
@@ -290,14 +302,10 @@ class GradientReducer:
         if id(parameter) not in self._place:
             raise RuntimeError(EXCHANGED)
         index, part = self._place[id(parameter)]
-        self.gradients.collect(part, self._reduced)
+        self.gradients.collect(part, self._rounds > 0)
         if not self.synchronise:
             return
         if self._launched is None:
-            if self._reduced and not self._is_settled:
-                # Without waiting: the other ranks may be in a pass of another optimizer.
-                is_left = torch.ones(1, dtype=torch.int64, device=self._group.device)
-                self._notice = self._group.all_reduce_max(is_left, GRADIENTS_LEFT, async_op=True)
             self._begin()
             end = _End(self)
             self._end, self._thread = weakref.ref(end), threading.get_ident()
@@ -342,7 +350,7 @@ class GradientReducer:
         del self._filling[index]
         self._land(wait=False)
         bucket = self._buckets[index]
-        adds = self._reduced and self._adds
+        adds = self._rounds > 0 and self._adds
         if adds and self.gradients.flat.dtype is not torch.float32:
             self._land(wait=True)
             self.gradients.widen()
@@ -375,12 +383,12 @@ class GradientReducer:
             present = self._filling[index].gradients if index in self._filling else ()
             for part in self._parts[index]:
                 if part.offset not in present:
-                    self.gradients.collect(part, self._reduced)
+                    self.gradients.collect(part, self._rounds > 0)
                     self._fill(index, part)
             self._launch(self._filling[index])
         self._land(wait=not self._company)
-        self._launched, self._unreduced = None, not self.synchronise
-        self._reduced = True
+        self._launched = None
+        self._rounds += 1
         self.gradients.mark_all_changed()
 
     def _land(self, wait: bool) -> None:
