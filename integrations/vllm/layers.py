@@ -24,8 +24,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
+from zerocast.formats.memory import as_bytes
 from zerocast.integrations.vllm.loader_map import DROPPED, SHAPE, not_loaded
-from zerocast.serve.flat_bytes import as_bytes, digest
+from zerocast.serve.flat_bytes import digest
 
 KERNELS = "vllm.model_executor.kernels.linear"
 # By reading vLLM 0.32.0. Kernels that read weights where the loaders put them. A tensor that one of

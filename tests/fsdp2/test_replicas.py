@@ -20,7 +20,7 @@ from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.master_memory import MasterAddresses
-from zerocast.weight.validity import transaction
+from zerocast.weight.validity import transaction_together
 
 WIDTH = 64
 # One format whose casts reduce amaxes, and one whose casts reduce nothing.
@@ -55,7 +55,7 @@ def number_out_of_range(run: Pass) -> str:
     told = run.forward()
     # The others have stepped, so masters are of different steps until a load, of which this does what matters.
     run.optimizer.param_groups[0]["lr"] = 1e-2
-    with transaction(run.optimizer.validities, "a load"):
+    with transaction_together(run.optimizer.validities, "a load"):
         for parameter, _ in models.masters(run.model).values():
             parameter.fill_(1.0)
     return told

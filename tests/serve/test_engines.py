@@ -20,12 +20,12 @@ from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
 from tests.serve.test_export import model
 from tests.serve.test_live import collected, step
 from zerocast.distributed.group import Group
+from zerocast.formats.memory import as_bytes
 from zerocast.integrations.vllm.client import VllmServer
 from zerocast.serve import EngineReceiver, EngineSender, Message, RefitError, Sender
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_sender import OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
-from zerocast.serve.flat_bytes import as_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=gpus(1))]
 Recorded = list[tuple[dict[str, Any], list[Tensor]]]

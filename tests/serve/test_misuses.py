@@ -16,10 +16,10 @@ from tests.distributed.simulated import Simulated, simulate
 from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, on_engine, recorded
 from tests.serve.test_live import step
 from zerocast.distributed.group import Group
+from zerocast.formats.memory import as_bytes
 from zerocast.serve import EngineSender, Receiver, RefitError, Sender
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
-from zerocast.serve.flat_bytes import as_bytes
 from zerocast.serve.refit_message import BITMAP, BLOCKS_8, WHOLE, with_digest
 
 TRAINER = Trainer()

@@ -21,6 +21,7 @@ from zerocast.bench.peers import usable
 from zerocast.bench.report import CopyRate, Failure, Measurement, Report, copy_rate, today
 from zerocast.bench.row import Build, Row, select
 from zerocast.bench.workload import BenchEnv, Workload
+from zerocast.weight.state import same_bytes
 
 REFERENCE = "reference"
 
@@ -44,14 +45,10 @@ def check(row: Row, workload: Workload, env: BenchEnv) -> None:
     written = buffers(env.backend)
     expected = buffers(REFERENCE)
     for index, (buffer, expected_buffer) in enumerate(zip_longest(written, expected)):
-        if buffer is None or expected_buffer is None or not torch.equal(_bytes(buffer), _bytes(expected_buffer)):
+        if buffer is None or expected_buffer is None or not same_bytes(buffer, expected_buffer):
             raise WrongBytesError(
                 f"{row.name} by {env.backend} on {workload.name}: buffer {index} of {len(expected)} differs from the reference"
             )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 # The size of the copy at full scale, and the least size.

@@ -275,11 +275,11 @@ class SplitBlocks:
     bytes: list[BoundaryByte]
 
     @staticmethod
-    def of(partition: Partition, cast: Sequence[int]) -> "SplitBlocks":
-        """Find them for the weights `cast`."""
+    def of(partition: Partition, indices: Sequence[int]) -> "SplitBlocks":
+        """Find them for the weights at these `indices`."""
         rows: dict[int, list[SplitRows]] = {}
         shared_bytes: list[BoundaryByte] = []
-        for index in cast:
+        for index in indices:
             shard = partition.shards[index]
             if shard.cuts is None:
                 shared_bytes += boundary_bytes(index, partition.ownership)
@@ -289,26 +289,26 @@ class SplitBlocks:
 
 
 def layout_of_plan(
-    shards: Sequence[MasterShard], cast: Sequence[int], cut: SplitBlocks, is_stepped: bool, compares_calls: bool
+    shards: Sequence[MasterShard], indices: Sequence[int], cut: SplitBlocks, is_stepped: bool, compares_calls: bool
 ) -> AmaxLayout[int]:
-    """Lay out the amaxes of the weights `cast`, as the head of this file draws it.
+    """Lay out the amaxes of the weights at these `indices`, as the head of this file draws it.
 
     Args:
         shards: of all weights of a plan.
-        cast: the indices of those that any rank has a master of.
+        indices: of those that any rank has a master of.
         cut: the blocks and bytes of them that ranks share.
         is_stepped: True if casts take optimizer steps, so that every weight has a flag.
         compares_calls: True if there are several ranks, whose calls are compared where there are
             amaxes or flags to reduce.
     """
     layout = AmaxLayout[int]()
-    counts = {index: _amax_counts(shards[index]) for index in cast}
-    sharing = {index: (shards[index].weight.state.shared_amax, shards[index].weight.format) for index in cast}
+    counts = {index: _amax_counts(shards[index]) for index in indices}
+    sharing = {index: (shards[index].weight.state.shared_amax, shards[index].weight.format) for index in indices}
     groups = groups_cast_together(sharing)
-    with_amaxes = [index for index in cast if _has_amaxes(shards[index])]
+    with_amaxes = [index for index in indices if _has_amaxes(shards[index])]
 
     layout.place_groups(groups, counts)
-    for index in cast:
+    for index in indices:
         if index not in cut.rows and index not in layout.offsets:
             layout.place(index, counts[index])
     layout.place_maxima(groups)
@@ -318,7 +318,7 @@ def layout_of_plan(
             layout.receivers.append((layout.offsets[index][0], place))
     places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}
     layout.boundary = layout.reserve(4 * len(cut.bytes))
-    with_flags = cast if is_stepped else with_amaxes
+    with_flags = indices if is_stepped else with_amaxes
     layout.place_flags(with_flags)
     layout.call = layout.reserve(2 if with_flags and compares_calls else 0)
     layout.reduced = Span(0, layout.size)
@@ -327,9 +327,9 @@ def layout_of_plan(
         if shards[index].span.numel:
             layout.place(index, counts[index])
             _reduce_split_rows(layout, index, shards[index], grids, places_of_rows[index])
-    if len(with_amaxes) < len(cast):
+    if len(with_amaxes) < len(indices):
         unread = layout.reserve(1).start
-        layout.offsets |= {index: (unread, unread) for index in cast if not _has_amaxes(shards[index])}
+        layout.offsets |= {index: (unread, unread) for index in indices if not _has_amaxes(shards[index])}
     return layout
 
 
@@ -373,7 +373,7 @@ class PlanAmaxes(PackedAmaxes[int]):
     def __init__(
         self,
         partition: Partition,
-        cast: Sequence[int],
+        indices: Sequence[int],
         cut: SplitBlocks,
         layout: AmaxLayout[int],
         group: Group,
@@ -381,8 +381,8 @@ class PlanAmaxes(PackedAmaxes[int]):
         raises_together: bool,
     ) -> None:
         shards = partition.shards
-        with_kept_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
-        with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
+        with_kept_amax = [index for index in indices if shards[index].weight.state.external_scaling_state]
+        with_amaxes = [shards[index].weight for index in indices if _has_amaxes(shards[index])]
         # Amaxes that a framework keeps are FP32.
         is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not with_kept_amax
         dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32

@@ -226,8 +226,8 @@ class CastPlan(Plan):
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         # The indices of the weights that have a master on any rank, for as long as the plan lives.
         # A weight without a master on any rank is frozen.
-        self._cast = [i for i in range(len(self.weights)) if self._partition.ownership.owned[i] > 0]
-        self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
+        self._cast_indices = [i for i in range(len(self.weights)) if self._partition.ownership.owned[i] > 0]
+        self._step_hooks = StepHooks(self._partition, self._cast_indices, self.group, claim)
         self.backend = self._partition.backend
         # True if casts take an AdamUpdate.
         self._is_stepped = param_groups is not None
@@ -244,7 +244,7 @@ class CastPlan(Plan):
         if claim is None:
             # By parameter, so that weights still count as trained after `.data =` gave them
             # different storage.
-            train(self, [self.weights[index] for index in self._cast])
+            train(self, [self.weights[index] for index in self._cast_indices])
 
     def __repr__(self) -> str:
         formats = Counter(str(weight.format) for weight in self.weights)
@@ -277,7 +277,7 @@ class CastPlan(Plan):
         # quantized from. The CPU waits for `skip` until then, unless it captures.
         if self._keeps_initial_values and (skip is None or not (self._is_capturing() or bool(skip))):
             self._keeps_initial_values = False
-            for index in self._cast:
+            for index in self._cast_indices:
                 self.weights[index].high_precision_init_val = None
 
     def _is_capturing(self) -> bool:
@@ -473,12 +473,12 @@ class CastPlan(Plan):
         """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.
 
         The weights get new buffers, into which the caller has to gather afterwards. If it continues
-        to with the old ones, the cast after a gather raises RuntimeError on every rank. Weights
+        with the old ones, the cast after a gather raises RuntimeError on every rank. Weights
         without a master on any rank keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
         unique_names = names if all(names) and len({*names}) == len(names) else self._names
-        index_of = {unique_names[index]: index for index in self._cast}
+        index_of = {unique_names[index]: index for index in self._cast_indices}
         return SwitchPart(
             groups=(self.group,),
             weights={name: (self.weights[i].format, tuple(self.weights[i].shape)) for name, i in index_of.items()},
@@ -592,7 +592,11 @@ class CastPlan(Plan):
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """Return the buffers of the weights that are cast with delayed scaling, keyed by name."""
-        return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
+        return {
+            self._names[i]: self.weights[i].state.buffers
+            for i in self._cast_indices
+            if self.weights[i].scale is not None
+        }
 
     def _lay_out(self) -> None:
         """Derive from the partition all that a cast needs: the blocks that ranks share, the layout
@@ -603,10 +607,10 @@ class CastPlan(Plan):
         _built[group_name] += 1
         self._number = _built[group_name]
         shards, is_alone = self._partition.shards, self.group.size == 1
-        cut = SplitBlocks.of(self._partition, self._cast)
-        layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
+        cut = SplitBlocks.of(self._partition, self._cast_indices)
+        layout = layout_of_plan(shards, self._cast_indices, cut, self._is_stepped, compares_calls=not is_alone)
         self.amaxes = PlanAmaxes(
-            self._partition, self._cast, cut, layout, self.group, self._names, self._raises_together
+            self._partition, self._cast_indices, cut, layout, self.group, self._names, self._raises_together
         )
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
@@ -630,15 +634,15 @@ class CastPlan(Plan):
 
     def _take_weights(self) -> None:
         """Give the weights the validity of this plan in place of an earlier plan's validity."""
-        cast = set(self._cast)
+        with_master = set(self._cast_indices)
         for index, w in enumerate(self.weights):
             if w.state.validity is not self.validity:
-                w.state.join(self.validity, has_master=index in cast)
+                w.state.join(self.validity, has_master=index in with_master)
 
     def _bind(self) -> None:
         """Make the descriptor tables for the current memory. Local, and raises nothing."""
         self._take_weights()
-        self._tables = CastTables.of(self._partition, self._cast, self.amaxes, self._param_groups)
+        self._tables = CastTables.of(self._partition, self._cast_indices, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         self._places, self._states = self.validity.places, list(map(_state_of, self.weights))
 
@@ -677,15 +681,15 @@ class CastTables:
 
     @staticmethod
     def of(
-        partition: Partition, cast: Sequence[int], amaxes: PlanAmaxes, param_groups: Sequence[int | None]
+        partition: Partition, indices: Sequence[int], amaxes: PlanAmaxes, param_groups: Sequence[int | None]
     ) -> "CastTables":
-        """Make the tables of the weights `cast`. Local, and raises nothing."""
+        """Make the tables of the weights at these `indices`. Local, and raises nothing."""
         device, backend = partition.device, partition.backend
         on_cpu = any(shard.on_cpu for shard in partition.shards)
         mirror = cpu_tensor(amaxes.buffer.numel() if on_cpu else 0, amaxes.buffer.dtype, device)
         of_device = WeightTables(device, backend)
         of_cpu = WeightTables(device, backend, lambda key, device: CpuTable(key, device, mirror))
-        for index in cast:
+        for index in indices:
             if index not in amaxes.offsets:
                 continue  # Other ranks compute its scales.
             shard, group = partition.shards[index], param_groups[index]

@@ -31,13 +31,13 @@ class StepHooks:
 
     Args:
         partition: the partition of the plan. A switch of formats replaces it.
-        cast: the indices of the weights that the plan casts.
+        indices: of the weights that the plan casts.
         group: the ranks of the plan.
         owner: the claim of the plan's owner; None while the plan has none.
     """
 
-    def __init__(self, partition: Partition, cast: Sequence[int], group: Group, owner: Claim | None) -> None:
-        self.partition, self._cast, self._group, self._owner = partition, cast, group, owner
+    def __init__(self, partition: Partition, indices: Sequence[int], group: Group, owner: Claim | None) -> None:
+        self.partition, self._indices, self._group, self._owner = partition, indices, group, owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
@@ -89,7 +89,7 @@ class StepHooks:
     def _elements(self) -> list[tuple[WeightState, list[Span]]]:
         """Return the elements of each weight that casts of this plan write on any rank."""
         shards, ownership = self.partition.shards, self.partition.ownership
-        return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
+        return [(shards[i].weight.state, ownership.spans(i)) for i in self._indices]
 
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for an optimizer that has this hook, or updates none of the masters."""

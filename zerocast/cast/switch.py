@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zerocast.distributed.agreement import range_over_ranks, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape, check_shape
+from zerocast.formats.memory import as_bytes
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.verification.master_views import owners_of
 from zerocast.weight import QuantizedWeight
@@ -192,7 +192,7 @@ def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
             codes = weight.state.buffers[name]
             assert codes is not None, name
             # A rank has zeros where others cast, so the largest byte is the one that was cast.
-            group.all_reduce_max(_bytes(codes), "the bytes of a switched weight")
+            group.all_reduce_max(as_bytes(codes), "the bytes of a switched weight")
 
 
 class SwitchedBytes:
@@ -241,10 +241,6 @@ class SwitchedBytes:
         return sums != self._switched or self._casts_compared == CASTS
 
     def _sums(self) -> list[int]:
-        codes = [_bytes(weight.rowwise_data) for weight in self._weights.values()]
+        codes = [as_bytes(weight.rowwise_data) for weight in self._weights.values()]
         sums: list[int] = torch.stack([data.sum(dtype=torch.int64) for data in codes]).tolist()
         return sums
-
-
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.detach().view(-1).view(torch.uint8)

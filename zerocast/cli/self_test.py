@@ -19,6 +19,7 @@ from zerocast.cli.output import Progress
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import get_format
 from zerocast.formats.layout import BUFFERS
+from zerocast.formats.memory import as_bytes
 from zerocast.formats.spec import Columnwise
 from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
@@ -127,10 +128,7 @@ def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]
             gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** draw.randint(-6, 2)
             parameter.grad = gradient.to(device, parameter.dtype)
         optimizer.step()
-    return {
-        name: tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-        for name, tensor in _tensors(backend, model, optimizer)
-    }
+    return {name: as_bytes(tensor.contiguous()).cpu() for name, tensor in _tensors(backend, model, optimizer)}
 
 
 def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: torch.Generator) -> nn.Parameter:

@@ -17,6 +17,11 @@ from zerocast.formats.layout import BUFFERS, Buffer, buffers, matrix_shape
 _NEEDED = ("rowwise_data", "rowwise_scale_inv")
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as u8, one-dimensional."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def check_buffers(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, held: Mapping[str, object]) -> None:
     """Check the buffers `held` of a weight of `shape`, keyed by name.
 

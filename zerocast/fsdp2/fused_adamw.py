@@ -41,7 +41,7 @@ from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, 
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
 from zerocast.optim.validate import hyperparameters_by_name
-from zerocast.weight.validity import Use, Validity, transaction
+from zerocast.weight.validity import Use, Validity, transaction_together
 
 # A plain parameter takes the same pass as this format. Its amax is not read.
 PLAIN = get_format("fp8_current"), torch.float32
@@ -419,7 +419,7 @@ class FusedAdamW(torch.optim.Optimizer):
             # Before the launch: even if this rank's step fails partway, all ranks cast before the
             # next gather reports it.
             manager.make_due(self)
-        with transaction(self.validities, "an optimizer step"):
+        with transaction_together(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.plan.forget_old_amaxes()
             self.launch({})
@@ -885,7 +885,7 @@ class CapturableFusedStep(CapturableStep):
                     self._cast_as_others()
             # The graph measures all masters.
             manager.plan.forget_amaxes()
-        with transaction(self._optimizer.validities, "a captured step"):
+        with transaction_together(self._optimizer.validities, "a captured step"):
             if self._make_stand_ins is not None:
                 for adam in self._optimizer.passes():
                     gradients = adam.gradients()

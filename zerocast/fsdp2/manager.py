@@ -27,7 +27,7 @@ from zerocast.fsdp2.plan import ShardPlan
 from zerocast.fsdp2.weight import LOAD, FSDPWeight, Presentation
 from zerocast.optim.untrained_checks import COMPARED_AFTER
 from zerocast.verification.verify import verify
-from zerocast.weight.validity import Use, Validity, changed
+from zerocast.weight.validity import Use, Validity, changed_together
 
 BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
@@ -169,7 +169,7 @@ class CastManager(Driver[ShardPlan]):
         self._steps += not repeat
         one_has_stepped = self._stepped and len(self._steppers) == 1
         changed_weights = self.weights if one_has_stepped else self.plan.changed_weights
-        changed([weight.validity for weight in changed_weights])
+        changed_together([weight.validity for weight in changed_weights])
         self._is_due = self._stepped = False
         self.plan.param_groups.after_cast()
 

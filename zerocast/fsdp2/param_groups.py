@@ -19,7 +19,7 @@ from zerocast.fsdp2.gather_layout import GatheredMetadata, GatherLayout, header_
 from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.weight import AS_QUANTIZED_WEIGHT, FSDPWeight, living, shard_statuses
 from zerocast.weight.gathered_operands import GatheredOperands
-from zerocast.weight.validity import gathered
+from zerocast.weight.validity import gathered_together
 
 
 class ParamGroup:
@@ -199,7 +199,7 @@ class ParamGroup:
             torch_fsdp.free(self.metadata.gathered_inner_codes)
         self.end_round()
         self.received += 1
-        gathered([weight.validity for weight in weights])
+        gathered_together([weight.validity for weight in weights])
         for weight in weights:
             shown = None if weight.presentation is AS_QUANTIZED_WEIGHT else weight.shown
             if shown is not None and weight.unsharded is not None:

@@ -52,7 +52,7 @@ from zerocast.optim.saved_state import (
     problem_of,
 )
 from zerocast.optim.update_rule import rule_of_torch
-from zerocast.weight.validity import Use, Validity, transaction
+from zerocast.weight.validity import Use, Validity, transaction_together
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity]
         # On all ranks, even if one is in the middle of a step.
         manager.make_due()
         manager.plan.status.forget()
-    with transaction(validities, what):
+    with transaction_together(validities, what):
         yield
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
+from zerocast.formats.memory import as_bytes
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import is_trained, models_of
 
@@ -168,4 +169,4 @@ def _sum(tensor: Tensor) -> int:
     data = tensor.rowwise_data if isinstance(tensor, QuantizedWeight) else tensor.detach()
     if type(data) is not Tensor or data.is_meta or not data.numel():
         return 0
-    return int(data.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+    return int(as_bytes(data.contiguous()).sum(dtype=torch.int64))

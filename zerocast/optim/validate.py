@@ -122,19 +122,14 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
     return named
 
 
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a parameter group that ranks compare."""
-    return rule_of(group).compared(group)
-
-
 def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the hyper-parameters of all groups keyed by name. With several groups the names
-    include the number of the group.
+    """Return the hyper-parameters of all groups that ranks compare, keyed by name. With several
+    groups the names include the number of the group.
     """
     return {
         f"{name} of group {index}" if len(groups) > 1 else name: value
         for index, group in enumerate(groups)
-        for name, value in hyperparameters(group).items()
+        for name, value in rule_of(group).compared(group).items()
     }
 
 

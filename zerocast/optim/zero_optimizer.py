@@ -51,7 +51,6 @@ from zerocast.optim.validate import (
     Named,
     check_owners,
     describe,
-    hyperparameters,
     hyperparameters_by_name,
     listed_parameters,
     take_over,
@@ -221,7 +220,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = StateByName(self._state.moments_of)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
-        # the claim lists the trained parameters, so other objects over the same weights are not
+        # The claim lists the trained parameters, so other objects over the same weights are not
+        # trained.
         self._validity.has_masters = False
         self.averages = Averages(self._masters.master, self._counts.taken, self._state, self._driver, self._reducer)
         self._register_prechecks()
@@ -251,7 +251,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _register_prechecks(self) -> None:
         """Register the checks of this optimizer that run before its weights are used
-        (`Validity.ask_before`).
+        (`Validity.add_precheck`).
         """
         add_precheck = self._validity.add_precheck
         add_precheck(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
@@ -336,7 +336,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         same = f"{problem or self._hyperparameters.description}{self._described()}{averaged}"
         self._driver.ready(f"{clipped or self._clipped}{changed} with {same}", problem)
         if debugging():
-            self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
+            self._reducer.check_same_call(f"steps with {hyperparameters_by_name(self.param_groups)}")
 
     def _check_parameters_are_ours(self, use: Use) -> None:
         """Raise RuntimeError if a newer optimizer has taken a parameter over."""

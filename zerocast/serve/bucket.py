@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span
-from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
+from zerocast.formats.memory import as_bytes
+from zerocast.serve.flat_bytes import digest_of_span, equal_parts
 from zerocast.serve.refit_message import DELTA, FULL, ChangedBytes, Header, RefitError
 
 ASK = "ask the sender for named_tensors()"

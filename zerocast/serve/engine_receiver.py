@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
+from zerocast.formats.memory import as_bytes
 from zerocast.serve.bucket import (
     ASK,
     Layout,
@@ -27,7 +28,7 @@ from zerocast.serve.bucket import (
     write_changes,
 )
 from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, check_uniform, elements_taken
-from zerocast.serve.flat_bytes import as_bytes, digest_of_span
+from zerocast.serve.flat_bytes import digest_of_span
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
 

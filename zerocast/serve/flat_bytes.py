@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span, round_up
+from zerocast.formats.memory import as_bytes
 
 # Odd numbers: one for places, and one for each round of mixing.
 _PLACE = -0x61C8864680B583EB
@@ -27,11 +28,6 @@ _ROUNDS = -0x00AE502812AA7333, -0x3B314601E57A13AD
 _LOWER_HALF = 0xFFFFFFFF
 
 Mixer = Callable[[Tensor, int, int, tuple[int, int]], Tensor]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor as u8, one-dimensional."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def flat_bytes(tensors: Sequence[Tensor], span: Span) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.formats.memory import check_storage
+from zerocast.formats.memory import as_bytes, check_storage
 from zerocast.serve.bucket import (
     ASK,
     changes_of,
@@ -24,7 +24,6 @@ from zerocast.serve.bucket import (
     sizes_of,
     write_changes,
 )
-from zerocast.serve.flat_bytes import as_bytes
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
 

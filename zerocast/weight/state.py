@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, layout
 from zerocast.formats.layout import BUFFERS
-from zerocast.formats.memory import check_buffers, check_tensor
+from zerocast.formats.memory import as_bytes, check_buffers, check_tensor
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight.validity import Validity
 
@@ -20,8 +20,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors of the same shape and dtype are equal bit by bit, NaN included. On
     a GPU the CPU waits for the result.
     """
-    a_bytes, b_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a_bytes, b_bytes)
+    return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
 @dataclass

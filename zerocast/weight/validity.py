@@ -131,7 +131,7 @@ class Validity:
 
     Attributes:
         casts: the number of completed casts. Under FSDP2 a weight has its own Validity, which
-            counts the gathers that filled it (`gathered`).
+            counts the gathers that filled it (`gathered_together`).
         copies: the cast that the columnwise copies of all weights were made from.
         version: changes with the values of the weights.
         places: changes when any of the weights is given different storage, for code that keeps
@@ -402,14 +402,14 @@ class Validity:
             )
 
 
-def changed(validities: Iterable[Validity]) -> None:
+def changed_together(validities: Iterable[Validity]) -> None:
     """Record that the values of all of these weights have changed, as in a step."""
     version = next(_versions)
     for validity in validities:
         validity.version = version
 
 
-def gathered(validities: Iterable[Validity]) -> None:
+def gathered_together(validities: Iterable[Validity]) -> None:
     """Record that weights hold the bytes of another gather, which has completed. Columnwise copies
     that were made before are stale, since `casts` counts the gathers of such weights.
     """
@@ -424,7 +424,7 @@ def any_shared() -> bool:
 
 
 @contextlib.contextmanager
-def transaction(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
+def transaction_together(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
     """Mark the weights of several owners as being written by `what` while the context is open. If
     it raises, the weights of all of them are partial.
     """
