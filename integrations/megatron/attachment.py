@@ -49,7 +49,7 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use, debugging
 
-from . import host, offload, optimizer_kinds, unattached
+from . import offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by, sharing_matrices
@@ -303,13 +303,13 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     optimizer that has already stepped, and a Megatron version without a needed name.
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
-    validate(optimizer, chunks, verify_every)
+    distributed = validate(optimizer, chunks, verify_every)
     with Patches() as patches:
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
             # Before `collect`, which then finds the masters in CPU memory.
-            for inner in host.distributed_optimizers(optimizer):
+            for inner in distributed:
                 offload.keep_on_cpu(inner, patches)
-        shards = collect(optimizer, chunks)
+        shards = collect(distributed, chunks)
         drivers, guard = build_drivers(shards, patches)
         attachment = Attachment(drivers, guard)
         attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)

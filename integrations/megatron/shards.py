@@ -60,9 +60,9 @@ class OwnedShare:
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
 
-def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OwnedShare]:
-    """Return one OwnedShare for each share of each optimizer inside `optimizer`, over the
-    parameters of `chunks`.
+def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare]:
+    """Return one OwnedShare for each share of each of these optimizers, over the parameters of
+    `chunks`.
 
     Raises TypeError or ValueError for a byte buffer with a parameter that is not cast, for a
     quantized weight that is not gathered and for one that no optimizer owns; RuntimeError for a
@@ -70,7 +70,6 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OwnedShare]:
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    optimizers = host.distributed_optimizers(optimizer)
     shards = [
         _shards_of(inner, share, names, groups) for inner in optimizers for share in optimizer_kinds.shares(inner)
     ]

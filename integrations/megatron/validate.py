@@ -52,8 +52,9 @@ OPTIONS = (
 )
 
 
-def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> None:
-    """Run all checks that need no collective, before anything is read or changed.
+def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> list[Any]:
+    """Run all checks that need no collective, before anything is read or changed. Return the
+    optimizers inside `optimizer` that own masters.
 
     Raises ValueError for settings that are not supported, RuntimeError for a Megatron version
     without a needed name and for a second attachment.
@@ -75,6 +76,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
         for inner in distributed:
             check_adam(inner.config)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
+    return distributed
 
 
 def check_verify_every(steps: int | None) -> None:

@@ -33,7 +33,7 @@ once (`send`, `receive_group`) and, over several ranks, gather them as one param
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast import torch_names
 from zerocast.formats import FormatSpec
-from zerocast.formats.recipe import RecipeLike
+from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
@@ -164,8 +164,55 @@ def prepare(
     watch_optimizers()
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
-    chosen: dict[Tensor, tuple[str, FormatSpec, Presentation]] = {}
-    attached: list[tuple[Presentation, nn.Module, str]] = []
+    chosen = _choose(model, weights, recipe, present)
+    blocks = blocks_with(model, chosen) if recipe.fast else []
+    plain = [name for name, parameter in weights.items() if parameter not in chosen]
+    sizes = {weight.name: _local(parameter).numel() for parameter, weight in chosen.items()}
+    manager = CastManager(model, weight_mesh, keep_codes, plain, sizes)
+    prepared = {
+        parameter: manager.add_weight(weight.name, weight.format, shared.get(weight.name), weight.presentation)
+        for parameter, weight in chosen.items()
+    }
+    for weight in prepared.values():
+        weight.fp8_weight_gradients = recipe.fast
+    _replace(model, prepared)
+    for of_parameter in chosen.values():
+        for module, own_name in of_parameter.seen_as:
+            of_parameter.presentation.attach(module, own_name)
+    compile_blocks(blocks)
+    model.register_state_dict_pre_hook(_before_state_dict)
+    _prepared[model] = weakref.ref(manager)
+    _within.clear()
+    model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.exchange_status))
+    model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.note_left_gathered))
+    if verify_every is not None:
+        model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.verify_every, verify_every))
+    return model
+
+
+class _ChosenWeight(NamedTuple):
+    """A parameter that a recipe matches.
+
+    Attributes:
+        name: its first name.
+        format: the format that it is gathered in.
+        presentation: makes the tensor that modules see, one for all of them.
+        seen_as: the modules that have it, with its name there.
+    """
+
+    name: str
+    format: FormatSpec
+    presentation: Presentation
+    seen_as: list[tuple[nn.Module, str]]
+
+
+def _choose(
+    model: nn.Module, weights: Mapping[str, Tensor], recipe: Recipe, present: Present
+) -> dict[Tensor, _ChosenWeight]:
+    """Return the parameters among `weights`, keyed by name, that the recipe quantizes. Raises
+    TypeError or ValueError for one that cannot be.
+    """
+    chosen: dict[Tensor, _ChosenWeight] = {}
     # The parameters that FSDP2 has sharded already.
     sharded = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
     unfit = read_without_products(model)
@@ -178,37 +225,15 @@ def prepare(
         _check(module, name, parameter, sharded)
         check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
         presentation = _present(module, own_name, name, parameter, fmt, present)
-        first_name, first_format, first_presentation = chosen.setdefault(parameter, (name, fmt, presentation))
-        if first_format != fmt:
-            raise ValueError(f"{name} is shared and its names match two formats, {first_format} and {fmt}")
-        if (presentation is AS_QUANTIZED_WEIGHT) != (first_presentation is AS_QUANTIZED_WEIGHT):
+        first = chosen.setdefault(parameter, _ChosenWeight(name, fmt, presentation, []))
+        if first.format != fmt:
+            raise ValueError(f"{name} is shared and its names match two formats, {first.format} and {fmt}")
+        if (presentation is AS_QUANTIZED_WEIGHT) != (first.presentation is AS_QUANTIZED_WEIGHT):
             raise ValueError(
-                f"{name} is {first_name} too, and their modules compute with different tensors: untie them"
+                f"{name} is {first.name} too, and their modules compute with different tensors: untie them"
             )
-        # A weight that modules share is one tensor for all of them.
-        attached.append((first_presentation, module, own_name))
-    blocks = blocks_with(model, chosen) if recipe.fast else []
-    plain = [name for name, parameter in weights.items() if parameter not in chosen]
-    sizes = {name: _local(parameter).numel() for parameter, (name, *_) in chosen.items()}
-    manager = CastManager(model, weight_mesh, keep_codes, plain, sizes)
-    prepared = {
-        parameter: manager.add_weight(name, fmt, shared.get(name), presentation)
-        for parameter, (name, fmt, presentation) in chosen.items()
-    }
-    for weight in prepared.values():
-        weight.fp8_weight_gradients = recipe.fast
-    _replace(model, prepared)
-    for presentation, module, own_name in attached:
-        presentation.attach(module, own_name)
-    compile_blocks(blocks)
-    model.register_state_dict_pre_hook(_before_state_dict)
-    _prepared[model] = weakref.ref(manager)
-    _within.clear()
-    model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.exchange_status))
-    model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.note_left_gathered))
-    if verify_every is not None:
-        model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.verify_every, verify_every))
-    return model
+        first.seen_as.append((module, own_name))
+    return chosen
 
 
 def refresh(model: nn.Module) -> None:
