@@ -7,11 +7,10 @@ of one can be loaded into the other.
 """
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,23 +19,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zerocast import backends
-from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.backends.descriptor import Piece
-from zerocast.cast.adam_update import AdamInputs, Hyperparameters, MomentGroups, check_options
+from zerocast.cast.adam_update import Hyperparameters, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
-from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable
+from zerocast.cast.tables import StorageSnapshot, TableKey
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.adam_passes import Adam8bitPass, AdamPass, StepInputs, SteppedShard
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
-from zerocast.fsdp2.parameter import MasterParameter, flat_local
+from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.optim.moments_8bit import CutGroups
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
@@ -50,170 +48,6 @@ WITHIN_BACKWARD = (
 )
 # The dtypes that gradients may have. Gradients of one launch have the same dtype.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class SteppedShard:
-    """The shard of a parameter on this rank, as a step reads and writes it.
-
-    Attributes:
-        parameter: the parameter, whose gradient is read at each step.
-        master: its flat local part, f32.
-        state: its moments and step count by torch's names.
-        row: its row of the scalars of the step.
-        shape, span: `master` is the elements `span` of a weight of `shape`.
-        amaxes: the offsets of its amaxes in the packed buffer: rowwise, and of a columnwise grid.
-        flag: the offset where the step writes 1 if the master becomes NaN or Inf. -1 for none.
-        codes: its kept codes, for a pass that casts. None if the pass writes no codes.
-    """
-
-    parameter: Any
-    master: Tensor
-    state: Mapping[str, Any]
-    row: int
-    shape: tuple[int, ...]
-    span: Span
-    amaxes: tuple[int, int]
-    flag: int = -1
-    codes: Tensor | None = None
-
-
-class StepInputs(NamedTuple):
-    """The arguments of a launch of a step besides masters and moments.
-
-    Attributes:
-        grads: the gradients of its shards, flat.
-        scalars: f32 `[rows, 8]`, Adam's scalars.
-        steps: i64 `[rows]`, the number of the step for each row of scalars.
-        clip: f32[1], the factor of the gradients.
-    """
-
-    grads: list[Tensor]
-    scalars: Tensor
-    steps: Tensor
-    clip: Tensor
-
-
-class AdamPass:
-    """Adam over shards of one kind, and the amaxes of the updated masters, in one launch. If all
-    weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
-
-    FSDP2 gives every parameter, gradient and moment a separate tensor, so each shard is a separate
-    base in the table.
-    """
-
-    def __init__(self, key: TableKey, device: torch.device, casts_in_one_pass: bool = False) -> None:
-        self._table = WeightTable(key, device)
-        self.casts_in_one_pass = casts_in_one_pass
-        self._parameters: list[Any] = []
-        self._exp_avgs: list[Tensor] = []
-        self._exp_avg_sqs: list[Tensor] = []
-
-    def add(self, shard: SteppedShard) -> None:
-        """Append a shard. Called before `freeze`."""
-        master = shard.master
-        self._parameters.append(shard.parameter)
-        for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
-            moments.append(flat_local(shard.state[name]))
-            check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
-        self._table.add_master(master, shard.shape, shard.span, shard.amaxes, shard.row, shard.flag, shard.codes)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def freeze(self) -> None:
-        """Put the table on the device."""
-        self._table.freeze()
-
-    def written(self) -> list[Tensor]:
-        """Return the tensors that a step writes: the masters and their moments."""
-        return [*self._table.masters.tensors, *self._exp_avgs, *self._exp_avg_sqs]
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients as they are now, flat."""
-        return [flat_local(parameter.grad) for parameter in self._parameters]
-
-    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards and write their amaxes into `packed`, which holds zeros there. With
-        `casts`, also write the codes of complete rows of blocks.
-        """
-        moments = self._exp_avgs, self._exp_avg_sqs
-        self._table.adam_each(AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip), packed, casts=casts)
-
-    def finish(self) -> None:
-        """Finish the step after the reduction of 8-bit moments. FP32 moments need none."""
-
-
-class Adam8bitPass(AdamPass):
-    """An AdamPass over shards whose moments are in 8 bits.
-
-    Args:
-        eight_bit: the moments.
-        cut_groups: the groups of these shards that several ranks have parts of, with their largest
-            values. None without such groups.
-    """
-
-    def __init__(
-        self,
-        key: TableKey,
-        device: torch.device,
-        casts_in_one_pass: bool,
-        eight_bit: ShardedMoments,
-        cut_groups: CutGroups | None,
-    ) -> None:
-        super().__init__(key, device, casts_in_one_pass)
-        self._eight_bit = eight_bit
-        self._cut_groups = CutGroups(0, [], device) if cut_groups is None else cut_groups
-        # The gradients of all shards. Like the lists of moments they live as long as the pass.
-        self._pieces: list[list[int]] = []
-        self._scales: list[Tensor] = []
-        # Finishes a step. Set from `run` until `finish`.
-        self._finish: Callable[[], None] | None = None
-
-    def add(self, shard: SteppedShard) -> None:
-        """Append a shard. Raises RuntimeError if the codes in its state are not the codes of its
-        moments.
-        """
-        master, moments = shard.master, self._eight_bit.get(shard.parameter)
-        self._parameters.append(shard.parameter)
-        check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
-        for name, codes_of_all in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
-            own_codes = getattr(moments, name)
-            if flat_local(shard.state[name]).data_ptr() != own_codes.data_ptr():
-                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
-            check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
-            codes_of_all.append(own_codes)
-        self._scales.append(moments.scales)
-        base, _ = self._table.masters.add_whole(master)
-        stored = None if shard.codes is None else self._table.buffers["rowwise_data"].add(shard.codes)
-        for row in moments.rows:
-            piece = row.copy()
-            piece[Piece.BASE], piece[Piece.SCALARS] = base, shard.row
-            self._pieces.append(piece)
-            shape, span, columns = shard.shape, shard.span, piece[Piece.COLUMNS]
-            if shape[-1] != columns or len(moments.rows) > 1:
-                # The amax is not read, so any rows of the full parameter will do.
-                span = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
-                shape = -(-span.stop // columns), columns
-            place = shard.amaxes, shard.flag, base, piece[Piece.OFFSET]
-            self._table.add_span(shape, span, *place, shard.row, stored)
-
-    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards, as AdamPass does, except for the moments of groups that ranks share."""
-        cut = self._cut_groups
-        groups = MomentGroups(self._scales, self._pieces, inputs.steps, cut.largest, cut.reduce)
-        moments = self._exp_avgs, self._exp_avg_sqs
-        of_adam = AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip, groups)
-        self._table.adam_each(of_adam, packed, casts=casts)
-        self._finish = functools.partial(self._table.finish_moments, of_adam, packed)
-
-    def finish(self) -> None:
-        """Round the moments of groups that ranks share. Their largest values have been reduced by
-        now.
-        """
-        assert self._finish is not None
-        self._finish()
-        self._finish = None
 
 
 @dataclass
