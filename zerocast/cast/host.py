@@ -1,12 +1,11 @@
-"""Host: the facts of a training framework that owns its buffers. Driver: the casts of every
-training framework. CastDriver: the Driver of a Host.
+"""Driver: the casts of a training framework (a host). Host: the facts by which one is driven.
 
-ZeroAdamW, Megatron, Apex and the callers of TransformerEngine are such frameworks, called hosts in
-this file. They own FP32 masters and the buffers that are gathered. A host states who writes the
-weights, which part of its weight each master is, which ranks share masters, and how bytes are
-gathered. A CastDriver casts after a step or from masters that were written by hand, gathers, finds
-masters that were moved, and shows the masters to `zerocast.verify`. FSDP2 shards and gathers
-parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
+A Driver casts after a step, or from masters that were written by hand, gathers, finds masters that
+were moved, and shows the masters to `zerocast.verify`. ZeroAdamW, Megatron, Apex and the callers of
+TransformerEngine own FP32 masters and the buffers that are gathered. Each of them is a Host, which
+says who writes the weights, which part of its weight each master is, which ranks share masters, and
+how bytes are gathered, and its Driver is a CastDriver. FSDP2 shards and gathers parameters itself,
+so its Driver has a different plan (`zerocast.fsdp2.plan`).
 """
 
 import abc
@@ -159,11 +158,10 @@ class Driver(Generic[AnyPlan]):
 
     Attributes:
         plan: the plan of the casts, for as long as this object lives.
-        gather: all-gathers the bytes of a cast.
     """
 
-    def __init__(self, plan: AnyPlan, gather: Gather) -> None:
-        self.plan, self.gather = plan, gather
+    def __init__(self, plan: AnyPlan) -> None:
+        self.plan = plan
         # True if the last cast has raised, which it does on all ranks.
         self._has_raised = False
 
@@ -193,11 +191,7 @@ class Driver(Generic[AnyPlan]):
                 self.plan.run()
 
     def master_views(self) -> Iterator[MasterViews]:
-        """Yield the masters of all parameters, for `zerocast.verify`. Collective.
-
-        Bytes that the host still has to gather are gathered first.
-        """
-        self.gather.complete()
+        """Yield the masters of all parameters, for `zerocast.verify`. Collective."""
         self.follow_masters()
         yield from self.plan.master_views()
 
@@ -208,7 +202,7 @@ class Driver(Generic[AnyPlan]):
         """Do the framework's part after each cast."""
 
     def _find(self) -> None:
-        self.gather.prepare()
+        """Find masters and weights where they are now, before a cast."""
         self.follow_masters()
 
     def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
@@ -226,6 +220,7 @@ class CastDriver(Driver[CastPlan]):
 
     Attributes:
         host: the facts. A switch of formats replaces them (`rebuild`).
+        gather: all-gathers the bytes of a cast. Replaced with the facts.
         claim: the host's claim on the weights, for as long as this object lives. None for a host
             without an owner.
     """
@@ -249,7 +244,8 @@ class CastDriver(Driver[CastPlan]):
             claim=host.claim,
             raises_together=host.raises_together,
         )
-        super().__init__(plan, host.gather)
+        super().__init__(plan)
+        self.gather = host.gather
         self.plan.validity.owner = weakref.ref(self)
         self.claim = host.claim
         if host.claim is None and host.owner is not None:
@@ -334,7 +330,11 @@ class CastDriver(Driver[CastPlan]):
         self.refresh()
 
     def master_views(self) -> Iterator[MasterViews]:
-        """Yield the masters of all parameters, those that are not quantized too."""
+        """Yield the masters of all parameters, those that are not quantized too. Collective.
+
+        Bytes that the host still has to gather are gathered first.
+        """
+        self.gather.complete()
         (source,) = super().master_views()
         masters = source.masters
         if self.host.live_weight is not None:
@@ -342,6 +342,10 @@ class CastDriver(Driver[CastPlan]):
                 dataclasses.replace(view, weight=self.host.live_weight(index)) for index, view in enumerate(masters)
             )
         yield dataclasses.replace(source, masters=(*masters, *(shard.view() for shard in self.host.plain)))
+
+    def _find(self) -> None:
+        self.gather.prepare()
+        self.follow_masters()
 
     def _reclaim(self) -> None:
         self.gather.reclaim()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.cast.host import Driver, GatheredByCaller
+from zerocast.cast.host import Driver
 from zerocast.cast.switch import SwitchPart
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
@@ -64,7 +64,7 @@ class CastManager(Driver[ShardPlan]):
         plain: Sequence[str] = (),
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(ShardPlan(model, weight_mesh, keep_codes), GatheredByCaller())
+        super().__init__(ShardPlan(model, weight_mesh, keep_codes))
         self._plain = plain
         self.memory = MasterMemory(sizes or {})
         # The number of casts that followed an optimizer step, and that number at the last

@@ -114,6 +114,15 @@ class ShardPlan(Plan):
         return living(self._changed)
 
     # -- events of masters
+    #
+    # event                            told by                        effect
+    # an optimizer steps               CastManager.make_due           the next gather casts
+    # the step has measured masters    FusedAdamW                     the next cast uses its amaxes
+    # an operator writes a master      FSDPWeight.after_write         amaxes are old, weight written
+    # a compiled function writes one   version counters               the same
+    # a master gets a new wrapper      MasterParameter                its memory is looked up again
+    #
+    # A weight that is written says so in the header of the next gather, unless a cast comes first.
 
     def mark_amaxes_old(self) -> None:
         """Called after an operator has written to a master. Measured amaxes are old then."""
