@@ -153,7 +153,6 @@ def read(
     # and of the caller.
     metadata, state = together(group, prepare, LOADS)
     saved = metadata.state_dict_metadata
-    saved_moments = _moments_of(saved)
     delayed_scaling = state["zerocast"]
     for name in list(delayed_scaling):
         if _unfit(saved, f"zerocast.{name}", delayed_scaling[name]):
@@ -177,24 +176,11 @@ def read(
         *untrained.problems(saved, untrained_state, manifest.formats),
         *extra_problems,
         *_unknown_parameters(saved, known | {*manifest.frozen}),
-        *_unknown_moments(saved_moments, state["optim"]["state"]),
+        *_unknown_moments(_moments_of(saved), state["optim"]["state"]),
     ]
     _raise_unfit(path, problems, group)
 
-    # Read and check the values of step counts, hyper-parameters and moments before masters change.
-    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
-    try:
-        optimizer.check_numbers(state)
-    except ValueError as error:
-        problems.append(str(error))
-    unreadable = None
-    try:
-        problems += problems_of_values(reader, metadata, state["optim"]["state"], group)
-    except Exception as error:
-        # A damaged file can raise any error.
-        unreadable = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
-    validate_across_ranks(group, [], unreadable, LOADS)
-    _raise_unfit(path, problems, group)
+    _check_values(optimizer, state, reader, metadata, path, group)
     _log_unread(path, saved, manifest, known, untrained, group)
 
     with optimizer.overwriting(), torch.no_grad():
@@ -203,6 +189,28 @@ def read(
         optimizer.load_state_dict(state)
     if extra is not None:
         extras.take_values(extra, manifest, group)
+
+
+def _check_values(
+    optimizer: Checkpointed, state: dict[str, Any], reader: SafeReader, metadata: Metadata, path: Location, group: Group
+) -> None:
+    """Read the values of step counts, hyper-parameters and moments, before masters change. Raises
+    ValueError on every rank for impossible ones, RuntimeError for a file that cannot be read.
+    """
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
+    problems: list[str] = []
+    unreadable = None
+    try:
+        optimizer.check_numbers(state)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        problems += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    except Exception as error:
+        # A damaged file can raise any error.
+        unreadable = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
+    validate_across_ranks(group, [], unreadable, LOADS)
+    _raise_unfit(path, problems, group)
 
 
 def write(
