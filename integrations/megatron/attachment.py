@@ -200,7 +200,6 @@ class Attachment:
         pass.
         """
         self._check_attached()
-        self._guard.check(Use.VERIFY)
         for driver in self._drivers:
             yield from driver.master_views()
 

@@ -43,6 +43,7 @@ class MastersOf:
         # is replaced by a view of the current buffers.
         cached = self._cached([view for _, _, view in named])
         cast = cached.master_views()
+        cast.check()
         by_state = {id(owned.weight.state): owned for owned in cast.masters}
         in_place: list[MasterView] = []
         copied: list[MasterView] = []

@@ -225,6 +225,7 @@ ONE_RANK: dict[str, tuple[Callable[[Run], None], Callable[[Run], object]]] = {
     "step": (cannot_step, lambda run: run.step(1)),
     "refresh": (partial, lambda run: run.optimizer.refresh()),
     "save": (partial, lambda run: run.optimizer.state_dict()),
+    "verify": (partial, lambda run: zerocast.verify(run.optimizer)),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerocast
 from tests.hosts.stopping import limit_collectives
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
@@ -106,6 +107,10 @@ def save_parameters(attached: Attached, saved: Any) -> None:
     attached.run.optimizer.save_parameter_state(os.devnull)
 
 
+def verify(attached: Attached, saved: Any) -> None:
+    zerocast.verify(attached.attachment)
+
+
 def nothing(attached: Attached) -> None:
     pass
 
@@ -124,7 +129,7 @@ CASES: dict[str, tuple[Case, Callable[[Attached], None], Callable[[Attached, Any
             ("strided", strided_in(number), (step, refresh, reload, load)),
             ("moments", moments_in(number), (step,)),
             ("less", nothing, (load_of_less,)),
-            ("partial", partial, (save, save_parameters)),
+            ("partial", partial, (save, save_parameters, verify)),
         )
         for call in calls
     },
@@ -179,4 +184,4 @@ def test_one_rank_on_a_gpu(ranks: Ranks, name: str) -> None:
 def check(name: str, by_rank: list[tuple[str, str]]) -> None:
     for said, after in by_rank:
         assert said.split(":")[0] in ("ValueError", "RuntimeError", "KeyError", "MemoryError", "InvalidWeights"), said
-        assert ("load a checkpoint" in after) == (CASES[name][2] not in (refresh, save, save_parameters)), after
+        assert ("load a checkpoint" in after) == (CASES[name][2] not in (refresh, save, save_parameters, verify)), after

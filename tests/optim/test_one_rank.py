@@ -14,7 +14,9 @@ from tests.hosts.stopping import limit_collectives
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.workers import error_of, on_ranks
+from zerocast.metrics import CastMeter
 from zerocast.optim import EMA
+from zerocast.serve import Sender
 
 CULPRIT, SECONDS = 1, 5.0
 SPECS = (
@@ -35,6 +37,7 @@ class Trained(Trainer):
         self.step(0)
         self.checkpoints.save(self.optimizer, 0)
         self.state = self.optimizer.state_dict()
+        self.sender = Sender(self.probe, "bf16")
 
     def swap(self) -> None:
         with self.average.swapped():
@@ -102,6 +105,10 @@ CALLS: dict[str, Callable[[Trained], object]] = {
     "add_param_group": Trained.add,
     "swapped": Trained.swap,
     "export": Trained.export,
+    "verify": lambda run: zerocast.verify(run.optimizer),
+    "a meter": lambda run: CastMeter(run.optimizer).measure(),
+    "a refit": lambda run: list(Sender(run.optimizer, "bf16", group=dist.group.WORLD).named_tensors()),
+    "a refit of the model": lambda run: list(run.sender.named_tensors()),
     "another optimizer": lambda run: zerocast.ZeroAdamW(run.probe.param_groups((ADAM,))),
 }
 

@@ -336,12 +336,16 @@ class CastDriver(Driver[CastPlan]):
         """
         self.gather.complete()
         (source,) = super().master_views()
-        masters = source.masters
-        if self.host.live_weight is not None:
-            masters = tuple(
-                dataclasses.replace(view, weight=self.host.live_weight(index)) for index, view in enumerate(masters)
-            )
-        yield dataclasses.replace(source, masters=(*masters, *(shard.view() for shard in self.host.plain)))
+        live_weight = self.host.live_weight
+        masters, problem = source.masters, source.problem
+        try:
+            if live_weight is not None:
+                masters = tuple(dataclasses.replace(v, weight=live_weight(index)) for index, v in enumerate(masters))
+            masters = (*masters, *(shard.view() for shard in self.host.plain))
+        except (TypeError, ValueError) as error:
+            # A parameter has another dtype, perhaps on this rank only.
+            problem = problem or error
+        yield dataclasses.replace(source, masters=masters, problem=problem)
 
     def _find(self) -> None:
         self.gather.prepare()

@@ -456,9 +456,13 @@ class CastPlan(Plan):
     def master_views(self) -> tuple[MasterViews, ...]:
         """Return the masters with their weights, for `zerocast.verify`. Gather the bytes first.
 
-        Weights with gaps are left out. Raises RuntimeError for weights that are partial.
+        Weights with gaps are left out. The views of partial weights say so (`MasterViews.problem`).
         """
-        self.validity.check(Use.VERIFY)
+        problem = None
+        try:
+            self.validity.check(Use.VERIFY)
+        except RuntimeError as error:
+            problem = error
         views, left_out = [], []
         for index, (name, shard) in enumerate(zip(self._names, self._partition.shards, strict=True)):
             if self._partition.ownership.covers(index):
@@ -467,7 +471,7 @@ class CastPlan(Plan):
                 views.append(MasterView(shown_name, shard.weight, shard.master, shard.span, scale))
             else:
                 left_out.append(name)
-        return (MasterViews(self.group, tuple(views), tuple(left_out)),)
+        return (MasterViews(self.group, tuple(views), tuple(left_out), problem=problem),)
 
     def switch_part(self) -> SwitchPart:
         """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.

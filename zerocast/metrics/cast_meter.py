@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.codec import decode
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import Element
 from zerocast.formats.layout import Span
@@ -136,6 +137,8 @@ class CastMeter:
         self._buffers = []
         for owner in self._owners:
             for source in owner.master_views():
+                # Ranks exchange numbers together below, so a problem of one is raised on all.
+                validate_across_ranks(source.group, [], source.problem, "reads masters for a meter")
                 self._transient |= source.transient
                 if not source.transient:
                     self._buffers += [owned.weight.state.buffers for owned in source.masters]

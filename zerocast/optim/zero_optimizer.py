@@ -440,9 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._group.handle
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """Return the masters of all parameters, for `zerocast.verify`. Raises RuntimeError if
-        masters are partly written.
-        """
+        """Return the masters of all parameters, for `zerocast.verify`."""
         return tuple(self._driver.master_views())
 
     def switch_part(self) -> SwitchPart:

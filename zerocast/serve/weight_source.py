@@ -215,8 +215,8 @@ class WholeWeights(ABC):
         """
         # Iterating over the views of the masters starts and finishes these gathers.
         for owner in self.owners():
-            for _ in owner.master_views():
-                pass
+            for views in owner.master_views():
+                views.check()
         yield from ([item] for item in self.tensors())
 
     def watch(self) -> Callable[[], Casts]:

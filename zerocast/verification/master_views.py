@@ -70,12 +70,21 @@ class MasterViews:
             master on any rank.
         transient: True if the bytes were gathered for this call only, and are freed after it. A
             step then gathers into different storage.
+        problem: the error because of which masters and weights must not be read on this rank, such
+            as a step that failed partway. Other ranks may have none, so ranks that read together
+            raise it together.
     """
 
     group: Group
     masters: tuple[MasterView, ...]
     left_out: tuple[str, ...] = ()
     transient: bool = False
+    problem: Exception | None = None
+
+    def check(self) -> None:
+        """Raise the problem of this rank, if there is one."""
+        if self.problem is not None:
+            raise self.problem
 
 
 class OwnsMasters(Protocol):

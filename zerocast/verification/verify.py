@@ -81,7 +81,7 @@ def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> Verif
     # Ranks with different weights would wait for each other in the collectives below.
     weights = [(view.name, view.weight) for view in named]
     lines = [f"{name}: {weight.format} {tuple(weight.shape)} {weight.dtype}" for name, weight in weights]
-    validate_across_ranks(views.group, lines, None, "verifies")
+    validate_across_ranks(views.group, lines, views.problem, "verifies")
     shared = _shared_amaxes(named, views.group)
     compared = [_compare_matrices(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
     own_differences = [dataclasses.replace(d, rank=ranks.rank) for weight in compared for d in weight.differences]
