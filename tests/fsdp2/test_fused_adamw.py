@@ -302,6 +302,11 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
         "weight 0 is blocks.0.0.weight: ",
     ),
     "order": (eight_bit, lambda named: eight_bit(named[::-1]), "weight 0 is blocks.0.0.weight: "),
+    "one twice": (
+        lambda named: FusedAdamW(named, **ADAM),
+        lambda named: FusedAdamW([named[0], named[0], *named[2:]], **ADAM),
+        "rank {}: a parameter is listed twice in a parameter group",
+    ),
     "fewer": (eight_bit, lambda named: eight_bit(named[1:]), "rank 0 passes "),
     "groups": (
         eight_bit,

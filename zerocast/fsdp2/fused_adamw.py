@@ -117,8 +117,8 @@ class FusedAdamW(torch.optim.Optimizer):
     Inf, an error reports it after the next cast.
 
     On all ranks, with nothing changed, raises TypeError for parameters that are not FP32, and
-    ValueError for parameters on several devices, or without names if names are needed, and for
-    parameters, `moment_dtype` and hyper-parameters that differ between ranks.
+    ValueError for parameters on several devices, listed twice, or without names if names are
+    needed, and for parameters, `moment_dtype` and hyper-parameters that differ between ranks.
     """
 
     def __init__(
@@ -164,8 +164,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
         call it. With nothing added, raises TypeError for parameters that are not FP32, and
-        ValueError for parameters on another device, for options that change AdamW (`maximize`), for
-        hyper-parameters that are out of range, and for groups that differ between ranks.
+        ValueError for parameters on another device or listed twice, for options that change AdamW
+        (`maximize`), for hyper-parameters that are out of range, and for groups that differ between
+        ranks.
         """
         if not self._is_built:
             self._add(param_group)
@@ -189,6 +190,9 @@ class FusedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
+            if len({id(parameter) for parameter in group["params"]}) < len(group["params"]):
+                # torch only warns. A rank could list one parameter twice in place of another.
+                raise ValueError("a parameter is listed twice in a parameter group, and would be stepped twice")
             for parameter in group["params"]:
                 if parameter.dtype != torch.float32:
                     raise TypeError(
