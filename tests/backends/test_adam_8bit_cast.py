@@ -113,7 +113,7 @@ def test_update_amax_and_codes(any_backend: str) -> None:
     "fmt", ["fp8_block", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("mxfp8:block=32x32", "mxfp4"))]
 )
 def test_large_weights(variant: str, fmt: str, seed: int) -> None:
-    """Larger than the pieces that a backend cuts its work into; the second one is owned from its second row of blocks on."""
+    """Larger than the pieces that a backend cuts its work into; the second one is owned from its second block row on."""
     columns = 416 if strategies.is_interpreted(variant) else 32 * 520
     block = (get_format(fmt).exchange_block or (1, 1))[0]
     rows, unit = 2 * block + 32, block * columns

@@ -28,7 +28,7 @@ ONE_PASS = [
 
 @dataclass(frozen=True)
 class OnePass(Case):
-    """A table of weights whose owned spans are whole rows of blocks."""
+    """A table of weights whose owned spans are whole block rows."""
 
     def inputs(self) -> dict[str, Any]:
         return super().inputs() | {"row_data": self.bench.arenas["row_data"].bases()}
@@ -58,7 +58,7 @@ def assert_same_codes(found: dict[str, Any], expected: dict[str, Any], what: str
 
 @st.composite
 def whole_rows(draw: st.DrawFn, fmt: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Some of the rows of blocks of a matrix, or none."""
+    """Some of the block rows of a matrix, or none."""
     height = (get_format(fmt).exchange_block or (1, 1))[0]
     edges = [*range(0, shape[0], height), shape[0]]
     first, last = sorted(draw(st.lists(st.sampled_from(edges), min_size=2, max_size=2)))
@@ -67,7 +67,7 @@ def whole_rows(draw: st.DrawFn, fmt: str, shape: tuple[int, int]) -> tuple[int, 
 
 @st.composite
 def cases(draw: st.DrawFn) -> OnePass:
-    """One to five weights of one format, of which whole rows of blocks are owned."""
+    """One to five weights of one format, of which whole block rows are owned."""
     fmt, nominal = draw(st.sampled_from(ONE_PASS)), draw(st.sampled_from(casts.NOMINAL))
     row, column = get_format(fmt).multiple
     weights = []
@@ -99,7 +99,7 @@ def test_update_amax_and_codes(any_backend: str) -> None:
 @pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8:block=32x32", "mxfp4"])
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
-    """Larger than the pieces that a backend cuts its work into; the second one is owned from its second row of blocks on."""
+    """Larger than the pieces that a backend cuts its work into; the second one is owned from its second block row on."""
     rows, columns = (288, 416 if strategies.is_interpreted(variant) else 32 * 520)
     rows, columns = (columns, rows) if turned else (rows, columns)
     unit = (get_format(fmt).exchange_block or (1, 1))[0] * columns
@@ -132,7 +132,7 @@ def test_formats_whose_scales_are_not_local_are_refused(any_backend: str, fmt: s
 
 @given(data=st.data(), fmt=st.sampled_from(ONE_PASS))
 def test_whole_rows_of_a_span(data: st.DataObject, fmt: str) -> None:
-    """By element: those of the rows of blocks of which every element is in the span, and no others."""
+    """By element: those of the block rows of which every element is in the span, and no others."""
     spec = get_format(fmt)
     assert spec.exchange_block
     rows, columns = spec.multiple[0] * data.draw(st.integers(1, 9)), spec.multiple[1] * data.draw(st.integers(1, 3))

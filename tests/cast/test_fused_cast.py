@@ -152,7 +152,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_each_master_is_read_by_one_op() -> None:
-    """Of formats with local scales, the rows of blocks that no cut divides by the op that writes their codes too."""
+    """Of formats with local scales, the block rows that no cut divides by the op that writes their codes too."""
     cases = tuple(Weight(fmt, (288, 64), ((5, 18001),), seed=i) for i, fmt in enumerate(casts.FORMATS))
     trainee = Trainee(cases, 0, seed=1)
     with Reads(trainee.master) as reads:

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {
 
 
 def stepped(keep_codes: bool) -> None:
-    """The step measures amaxes and, where they are kept, writes codes of whole rows of blocks; all are made again where something
+    """The step measures amaxes and, where they are kept, writes codes of whole block rows; all are made again where something
     else wrote since. The bytes are right after each case.
     """
     model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), keep_codes=keep_codes)

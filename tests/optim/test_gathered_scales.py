@@ -46,7 +46,7 @@ def test_bits_of_the_undistributed_update(run: Run) -> None:
 
 @on_ranks(3)
 def test_what_is_reduced_and_gathered() -> None:
-    """Of 256 x 384 over three ranks: two cuts, in rows of blocks of their own, each with a columnwise amax a column."""
+    """Of 256 x 384 over three ranks: two cuts, in block rows of their own, each with a columnwise amax a column."""
     run = Run(specs=(Spec("w", (256, 384), "mxfp8"),), options=(ADAM,), config=ZeroConfig())
     numel = 256 * 384
     trainer = Trainer(run)

@@ -62,7 +62,7 @@ RUNS = {
         options=(ADAM,),
         config=EIGHT_BIT_MOMENTS,
     ),
-    # taller than blocks, so that rows of blocks are cut and others are not
+    # taller than blocks, so that block rows are cut and others are not
     "8-bit moments, codes in the same pass": Run(
         specs=(
             Spec("blocks", (400, 96), "fp8_block"),

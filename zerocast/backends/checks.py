@@ -68,8 +68,8 @@ def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
     """Check a table for `adam_cast` or `adam_8bit_cast`. Raises ValueError unless each owned span
-    consists of full rows of blocks and no scale depends on other elements. Reads the table, so the
-    CPU waits for it, unless it was checked before.
+    consists of full block rows and no scale depends on other elements. Reads the table, so the CPU
+    waits for it, unless it was checked before.
     """
     if not fmt.casts_in_one_pass:
         raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")

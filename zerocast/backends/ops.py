@@ -129,7 +129,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
         given = dict(zip(names, arguments, strict=True))
         fmt, table = given["fmt"], given["table"]
         checks.check_whole_blocks(fmt, table)
-        # No group of moments is shared, since a rank owns full rows of blocks.
+        # No group of moments is shared, since a rank owns full block rows.
         given |= {"cut_largest": _no_cuts(table.device), "finishes": False}
         update(*(given[name] for name in names_of_update))
         masters = given["nominal"], given["masters"], given["packed"]

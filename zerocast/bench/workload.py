@@ -79,9 +79,7 @@ class Workload:
         return sum(span.numel for span in self.spans(self.rank))
 
     def cut(self, fmt: FormatSpec) -> int:
-        """Return the number of owned elements in rows of blocks that the shard owns only in
-        part.
-        """
+        """Return the number of owned elements in block rows that the shard owns only in part."""
         spans = zip(self.shapes, self.spans(self.rank), strict=True)
         return sum(span.numel - whole_block_rows(fmt, shape, span).numel for shape, span in spans if span.numel)
 

@@ -7,8 +7,8 @@ nominal dtype is bf16, else FP32. A NaN never enters a MAX; a flag is sent for i
 Training frameworks differ only in the amaxes that have to be reduced, which an AmaxLayout
 describes. The layout of a plan, whose ranks hold any spans of a weight (`layout_of_plan`):
 
-    | amaxes | shared | split rows of blocks | boundary | flags | call | own amaxes, unread |
-    |<-------------------------- reduced --------------------------->|<--- not reduced ---->|
+    | amaxes | shared | split block rows | boundary | flags | call | own amaxes, unread |
+    |<------------------------- reduced -------------------------->|<-- not reduced --->|
 
 * amaxes: of the weights whose scales every rank computes in full. The NVFP4 tensor amax is the
   maximum of the reduced block amaxes and needs no other collective.
@@ -16,8 +16,8 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
   amax that it has measured of any weight of the group.
 * own amaxes: of the weights whose scales the caller gathers. A rank needs only the amaxes of the
   rows around its span, so they differ between ranks.
-* split rows of blocks: own amaxes of rows that a boundary between ranks splits. They are copied
-  here, to offsets that all ranks know, reduced, and copied back.
+* split block rows: own amaxes of rows that a boundary between ranks splits. They are copied here,
+  to offsets that all ranks know, reduced, and copied back.
 * boundary: elements next to odd NVFP4 boundaries (`BoundaryElements`).
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
   weights without amaxes have a flag too: the step measures them, and their amaxes go to one element
@@ -25,7 +25,7 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
 * call: two numbers that differ if ranks are in different calls (`CastReports`).
 
 Under FSDP2, whose ranks hold complete rows, all amaxes are own amaxes, and only tensor amaxes and
-split rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
+split block rows are reduced (`zerocast.fsdp2.amax_layout`).
 """
 
 import itertools
@@ -208,10 +208,10 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of blocks that boundaries between ranks split in one grid of a weight.
+    """The block rows that boundaries between ranks split in one grid of a weight.
 
     Attributes:
-        indices: i64, the indices of these rows of blocks.
+        indices: i64, the indices of these block rows.
         height: the rows of elements in each.
         across: the number of amaxes in each.
     """
@@ -227,8 +227,8 @@ class SplitRows:
 
 
 def split_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[SplitRows]:
-    """Return the rows of blocks that shard boundaries split in the rowwise grid, and in the
-    columnwise grid of a format that has another.
+    """Return the block rows that shard boundaries split in the rowwise grid, and in the columnwise
+    grid of a format that has another.
     """
     rows, columns = matrix
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
@@ -267,7 +267,7 @@ class SplitBlocks:
     all ranks.
 
     Attributes:
-        rows: the rows of blocks of each weight whose scales are gathered.
+        rows: the block rows of each weight whose scales are gathered.
         bytes: the bytes of the other weights.
     """
 
@@ -336,7 +336,7 @@ def layout_of_plan(
 def _reduce_split_rows(
     layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[SplitRows], places: Sequence[Span]
 ) -> None:
-    """Reduce the amaxes of the shared rows of blocks that this rank has a part of, at the offsets
+    """Reduce the amaxes of the shared block rows that this rank has a part of, at the offsets
     `places` of each grid.
     """
     columns = shard.weight.matrix_shape[1]

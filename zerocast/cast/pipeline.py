@@ -41,7 +41,7 @@ def cast(
         skip: bool[1] on the device. If it holds True nothing is written, but the collective runs.
         update: an optimizer step that the masters take first, in the pass that measures them. If
             scales are local (`FormatSpec.casts_in_one_pass`) that pass writes the codes too, except
-            in rows of blocks that a boundary between ranks splits.
+            in block rows that a boundary between ranks splits.
         repeat: True to repeat the last cast with its delayed scales. Histories do not roll.
     """
     # This is torch.no_grad() in half of its CPU time.

@@ -338,7 +338,7 @@ class WeightTable:
     def _storages(self) -> list[StorageTable]:
         return [self.masters, *self.buffers.values()]
 
-    # -- rows of blocks that only this rank owns, and rows that a boundary between ranks splits
+    # -- block rows that only this rank owns, and rows that a boundary between ranks splits
 
     @cached_property
     def rest_of_rows(self) -> "WeightTable | None":
@@ -385,7 +385,7 @@ class WeightTable:
         there is one. `cast_rest` with the same update writes the remaining codes and moments.
 
         Where scales are local (`FormatSpec.casts_in_one_pass`) an update writes the codes in the
-        same pass, except of the rows of blocks that a boundary splits.
+        same pass, except of the block rows that a boundary splits.
         """
         if not self.masters.tensors:
             return
@@ -432,9 +432,9 @@ class WeightTable:
         Their amaxes go into `packed`.
 
         If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
-        writes the codes of the rows of blocks that this rank owns completely. `rest_of_rows` get
-        their codes once amaxes are reduced. Moments in 8 bits have groups, and then
-        `finish_moments` follows.
+        writes the codes of the block rows that this rank owns completely. `rest_of_rows` get their
+        codes once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments`
+        follows.
         """
         grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -527,7 +527,7 @@ _place = operator.itemgetter(Piece.BASE, Piece.OFFSET)
 
 def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
     """Return the piece of an update's moments for a row of a table, or its part of a piece, if the
-    row is one of several matrices that a weight is stored in, or some rows of blocks. Either begins
+    row is one of several matrices that a weight is stored in, or some block rows. Either begins
     with a group of moments.
 
     `pieces` are in the order of their offsets.

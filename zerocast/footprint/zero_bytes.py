@@ -256,30 +256,28 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
 
 
 def cut_amaxes(fmt: FormatSpec, matrix: Block, cuts: range) -> int:
-    """Return the number of amaxes in the rows of blocks that straddle a shard boundary, in every
-    grid of a weight (`zerocast.cast.amaxes.split_rows`).
+    """Return the number of amaxes in the block rows that straddle a shard boundary, in every grid
+    of a weight (`zerocast.cast.amaxes.split_rows`).
     """
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
     total = 0
     for height, width in (block for block in grids if block):
-        row_of_blocks = height * matrix[1]
+        block_row = height * matrix[1]
         # A boundary between two blocks of one row of elements splits none.
-        unit = width if height == 1 else row_of_blocks
-        rows = _count_cut(cuts, unit, row_of_blocks)
+        unit = width if height == 1 else block_row
+        rows = _count_cut(cuts, unit, block_row)
         total += rows * amax_grid((height, width), *matrix)[1]
     return total
 
 
-def _count_cut(cuts: range, unit: int, row_of_blocks: int) -> int:
-    """Return the number of rows of blocks with a shard boundary that is not a multiple of
-    `unit`.
-    """
+def _count_cut(cuts: range, unit: int, block_row: int) -> int:
+    """Return the number of block rows with a shard boundary that is not a multiple of `unit`."""
     if not cuts or (cuts.start % unit == 0 and (cuts.step % unit == 0 or len(cuts) == 1)):
         return 0
-    if cuts.step < row_of_blocks:
-        return len({cut // row_of_blocks for cut in cuts if cut % unit})
-    # Each boundary is in a different row of blocks. The boundaries that are multiples follow each
-    # other at equal distances.
+    if cuts.step < block_row:
+        return len({cut // block_row for cut in cuts if cut % unit})
+    # Each boundary is in a different block row. The boundaries that are multiples follow each other
+    # at equal distances.
     period = unit // math.gcd(cuts.step, unit)
     first = next((index for index in range(min(period, len(cuts))) if cuts[index] % unit == 0), None)
     return len(cuts) - (0 if first is None else len(range(first, len(cuts), period)))

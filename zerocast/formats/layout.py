@@ -232,8 +232,8 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     """Return the scale buffer of the rowwise data with its padding, or None for formats without
     scales.
 
-    A buffer row holds the scales of one row of blocks; byte scales are repeated for each row of
-    their blocks. BF16 scales have no padding.
+    A buffer row holds the scales of one block row; byte scales are repeated for each row of their
+    blocks. BF16 scales have no padding.
     """
     if fmt.scale_rule is ScaleRule.NONE:
         return None
@@ -290,8 +290,8 @@ def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:
     """Return the number of elements per entry of each scale buffer that a cast fills, by buffer
     name.
 
-    With n elements per entry, a row of blocks that ends at element e of the weight ends at entry e
-    / n of the buffer. So the buffer can be sharded at the same boundaries as the codes. Empty if it
+    With n elements per entry, a block row that ends at element e of the weight ends at entry e / n
+    of the buffer. So the buffer can be sharded at the same boundaries as the codes. Empty if it
     cannot: a buffer is padded or repeats its scales, or a scale depends on the tensor amax.
     """
     _, matrix = stored_matrices(fmt, shape)
@@ -317,8 +317,8 @@ def whole_block_rows(fmt: FormatSpec, matrix: Block, span: Span) -> Span:
     """
     assert fmt.exchange_block
     rows, columns = matrix
-    # The elements of a row of blocks. The last one of a matrix may have fewer rows, so the end of
-    # the matrix also ends a row of blocks.
+    # The elements of a block row. The last one of a matrix may have fewer rows, so the end of the
+    # matrix also ends a block row.
     unit = fmt.exchange_block[0] * columns
     start = round_up(span.start, unit)
     stop = span.stop if span.stop == rows * columns else span.stop // unit * unit

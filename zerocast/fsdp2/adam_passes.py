@@ -103,7 +103,7 @@ class AdamPass:
 
     def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
         """Step all shards and write their amaxes into `packed`, which holds zeros there. With
-        `casts`, also write the codes of complete rows of blocks.
+        `casts`, also write the codes of complete block rows.
         """
         moments = self._exp_avgs, self._exp_avg_sqs
         self._table.adam_each(AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip), packed, casts=casts)

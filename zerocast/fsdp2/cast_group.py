@@ -79,7 +79,7 @@ class CastGroup:
             for group, gather_cast in self._gather_casts:
                 gather_cast.build_tables(group.weights, self.shards, self.amaxes.offsets, self.delayed)
             self._tables_without = TablesOfSets(lambda names: tables(without=names))
-            # The rows of blocks that a boundary between shards splits.
+            # The block rows that a boundary between shards splits.
             self._rest_of_rows_for = TablesOfSets(
                 lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )

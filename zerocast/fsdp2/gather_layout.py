@@ -3,8 +3,8 @@ weights that FSDP2 gathers together, with the same layout on all ranks, and the 
 gathered bytes.
 
 FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less
-at the end: a shard may be short or empty, and a boundary may split a row of blocks. Rows here are
-the rows of the weight as a matrix. A rank sends:
+at the end: a shard may be short or empty, and a boundary may split a block row. Rows here are the
+rows of the weight as a matrix. A rank sends:
 
     codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | metadata of 0, 1, 2, ...
 

@@ -34,7 +34,7 @@ from zerocast.gemm.case import Case
 
 BLOCK = 128
 BLOCK_SHAPE = (BLOCK, BLOCK)
-# The scales of a row of blocks are padded to a multiple of this, L4 above.
+# The scales of a block row are padded to a multiple of this, L4 above.
 SCALE_COLUMNS = 4
 FIRST_CUDA = (12, 9)
 

@@ -102,7 +102,7 @@ def _fp8_codes(weight: QuantizedWeight) -> Tensor:
 
 
 def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
-    """Return the stored scales without padding, `[rows of blocks, blocks in a row]`."""
+    """Return the stored scales without padding, `[block rows, blocks in a row]`."""
     scales = weight.rowwise_scale_inv
     assert scales is not None
     count, matrix = weight.stored_matrices

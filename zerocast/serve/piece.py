@@ -77,7 +77,7 @@ def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
     assert height is not None
 
     def block_row(row: int) -> int:
-        """Return the first row of blocks that begins at this row of the weight or after it."""
+        """Return the first block row that begins at this row of the weight or after it."""
         matrix, inside = divmod(row, rows)
         return matrix * -(-rows // height) + -(-inside // height)
 
