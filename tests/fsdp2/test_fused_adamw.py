@@ -68,7 +68,7 @@ def by_fsdp2(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
 @pytest.mark.parametrize("world", [models.slow(1), 3])
 def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -> None:
     """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state,
-    hyper-parameters and bytes.
+    hyperparameters and bytes.
     """
     ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"))
     for found, gathered in ranks(world)(by_fsdp2, str(tmp_path / "it")):
@@ -333,7 +333,7 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
 
 
 @pytest.mark.notices(
-    "ranks build a `FusedAdamW` with other parameters, hyper-parameters or `moment_dtype`",
+    "ranks build a `FusedAdamW` with other parameters, hyperparameters or `moment_dtype`",
     where="FSDP2",
     answer="raises on all ranks, names both, nothing changed",
 )

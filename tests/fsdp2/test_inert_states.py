@@ -69,7 +69,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def contents(self) -> dict[str, str]:
-        """Digests of masters, moments, hyper-parameters, delayed scaling and an output."""
+        """Digests of masters, moments, hyperparameters, delayed scaling and an output."""
         inputs = torch.ones(4, WIDTH).bfloat16()
         with torch.no_grad():
             output = {"output": casts.sha(self.net(inputs).float())}
@@ -148,7 +148,7 @@ BREAK: dict[str, Change] = {
 }
 BREAK_ZERO: dict[str, Change] = {  # which FSDP2's optimizers take
     "step of one alone": lambda state: moments_of(state)["1.bias"].update(step=torch.tensor(7.0)),
-    "hyper-parameters of a stranger": lambda state: state["optim"]["param_groups"].update(x={"lr": torch.tensor(1.0)}),
+    "hyperparameters of a stranger": lambda state: state["optim"]["param_groups"].update(x={"lr": torch.tensor(1.0)}),
 }
 
 

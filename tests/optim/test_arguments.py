@@ -1,4 +1,4 @@
-"""Parameters, groups and hyper-parameters: what is taken, and what is refused, on every rank if on any."""
+"""Parameters, groups and hyperparameters: what is taken, and what is refused, on every rank if on any."""
 
 import copy
 import inspect
@@ -344,7 +344,7 @@ def test_optimizers_are_not_copied(optimizer: Any, copies: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", [ZeroAdamW, ZeroMuon])
 def test_defaults_are_complete(optimizer: Any) -> None:
-    """They have all hyper-parameters of the constructor, and so has each group."""
+    """They have all hyperparameters of the constructor, and so has each group."""
     net = linear()
     zero = optimizer([{"params": list(net.named_parameters()), "use_muon": False}])
     options = inspect.signature(optimizer).parameters

@@ -86,7 +86,7 @@ class Checkpointed(Protocol):
         """
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank only, for impossible step counts or hyper-parameters."""
+        """Raise ValueError, on this rank only, for impossible step counts or hyperparameters."""
 
     def overwriting(self) -> AbstractContextManager[None]:
         """Mark the state as partly written while the body reads into it and calls
@@ -194,7 +194,7 @@ def read(
 def _check_values(
     optimizer: Checkpointed, state: dict[str, Any], reader: SafeReader, metadata: Metadata, path: Location, group: Group
 ) -> None:
-    """Read the values of step counts, hyper-parameters and moments, before masters change. Raises
+    """Read the values of step counts, hyperparameters and moments, before masters change. Raises
     ValueError on every rank for impossible ones, RuntimeError for a file that cannot be read.
     """
     torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
@@ -385,7 +385,7 @@ def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step counts, hyper-parameters and flags of a nested state. Moments of parameters
+    """Return the step counts, hyperparameters and flags of a nested state. Moments of parameters
     without dimensions are scalar tensors, too, but are not included: they are views of the moments
     in use.
     """

@@ -118,7 +118,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     On all ranks, with nothing changed, raises TypeError for parameters that are not FP32, and
     ValueError for parameters on several devices, listed twice, or without names if names are
-    needed, and for parameters, `moment_dtype` and hyper-parameters that differ between ranks.
+    needed, and for parameters, `moment_dtype` and hyperparameters that differ between ranks.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
         call it. With nothing added, raises TypeError for parameters that are not FP32, and
         ValueError for parameters on another device or listed twice, for options that change AdamW
-        (`maximize`), for hyper-parameters that are out of range, and for groups that differ between
+        (`maximize`), for hyperparameters that are out of range, and for groups that differ between
         ranks.
         """
         if not self._is_built:
@@ -220,7 +220,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _agree(self, mesh: DeviceMesh | None, problem: Exception | None, action: str) -> None:
         """Raise on all ranks of a mesh if any of them has a problem, or if they differ in the
-        parameters on it or in hyper-parameters.
+        parameters on it or in hyperparameters.
         """
         lines: list[str] = []
         for index, group in enumerate(self.param_groups):
@@ -239,7 +239,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
         An error before masters are written changes nothing. After an error while they are written,
         the optimizer and the model raise at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`. If masters are sharded, hyper-parameters that
+        loaded through `zerocast.fsdp2.TrainingState`. If masters are sharded, hyperparameters that
         are out of range and a RuntimeError before masters are written have the same effect: other
         ranks may have stepped, so all ranks raise at the next gather.
         """
@@ -450,7 +450,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
         shard the parameters call it. Raises ValueError on all of them, with nothing changed, for
-        moments and hyper-parameters that are out of range, and for different parameters.
+        moments and hyperparameters that are out of range, and for different parameters.
         """
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
@@ -643,7 +643,7 @@ class CapturableFusedStep(CapturableStep):
     """A step of FusedAdamW and the cast after it, for a CUDA graph. Gathers stay outside.
 
     The inputs that change from step to step are written to fixed addresses before a replay:
-    hyper-parameters, and the addresses of the gradients, which FSDP2 allocates for each backward
+    hyperparameters, and the addresses of the gradients, which FSDP2 allocates for each backward
     pass.
 
     Args:

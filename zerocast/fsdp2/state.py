@@ -211,7 +211,7 @@ class TrainingState:
             self._load(state)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank only, for step counts and hyper-parameters that are out of
+        """Raise ValueError, on this rank only, for step counts and hyperparameters that are out of
         range.
         """
         for name, moments in state["optim"]["state"].items():
@@ -268,8 +268,8 @@ class TrainingState:
         return next((moments.keys() for moments in similar if NEVER_STEPPED not in moments), None)
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved hyper-parameters of each group of all optimizers. The hyper-parameters
-        of a group are empty if the state has none.
+        """Return the saved hyperparameters of each group of all optimizers. The hyperparameters of
+        a group are empty if the state has none.
         """
         saved = state["optim"].get("param_groups", {})
         names: dict[int, list[str]] = {}
@@ -289,7 +289,7 @@ class TrainingState:
         for optimizer in self._optimizers:
             groups, moments, count = [], {}, itertools.count()
             for group in optimizer.param_groups:
-                # Hyper-parameters that are tensors stay tensors.
+                # Hyperparameters that are tensors stay tensors.
                 loaded = {
                     name: torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
                     for name, value in next(loaded_groups).items()

@@ -1,4 +1,4 @@
-"""ZeroConfig: the choices of an optimizer that are not hyper-parameters of its update."""
+"""ZeroConfig: the choices of an optimizer that are not hyperparameters of its update."""
 
 from dataclasses import dataclass
 from typing import Literal

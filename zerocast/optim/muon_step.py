@@ -62,7 +62,7 @@ class SteppedMatrix:
             quantize_rows(momentum, self.momentum, self.scales)
 
     def step(self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
-        """Step master and momentum with an f32 `[m, n]` gradient and the hyper-parameters of a
+        """Step master and momentum with an f32 `[m, n]` gradient and the hyperparameters of a
         parameter group.
         """
         self.muon.param_groups[0].update({name: group[name] for name in ARGUMENTS}, lr=float(group["lr"]))
@@ -76,7 +76,7 @@ class SteppedMatrix:
 
 
 class MuonStep:
-    """Steps all matrices of this rank, one at a time, with the hyper-parameters that their groups
+    """Steps all matrices of this rank, one at a time, with the hyperparameters that their groups
     have at the time of the step.
 
     Args:

@@ -29,7 +29,7 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
     tensors, which must be the same on every rank, or a result of `zerocast.serve.stored_weights`
     for the files of a mixture of experts. FP32, bf16 and fp16 tensors become FP32 masters exactly.
     Moments and step counts become zero, delayed scaling starts from the new masters, and
-    hyper-parameters do not change. All ranks call it; each reads the elements that it owns. No code
+    hyperparameters do not change. All ranks call it; each reads the elements that it owns. No code
     in a file is run.
 
     Raises ValueError on every rank, with nothing changed and both values named, if names, shapes or

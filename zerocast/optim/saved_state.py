@@ -55,7 +55,7 @@ def loaded_hyperparameters(
     for name in names:
         if name not in saved or saved[name].keys() != expected:
             raise ValueError(
-                f"the state does not fit this optimizer: {name} has the hyper-parameters {sorted(saved.get(name, ()))} in the "
+                f"the state does not fit this optimizer: {name} has the hyperparameters {sorted(saved.get(name, ()))} in the "
                 f"state, and {sorted(expected)} in the optimizer"
             )
         numbers: dict[str, Any] = {key: float(value) for key, value in saved[name].items()}
@@ -67,7 +67,7 @@ def loaded_hyperparameters(
             raise ValueError(f"in the state of {name}, {error}") from error
         loaded = loaded or numbers
         if loaded != numbers:
-            raise ValueError(f"{name} has different hyper-parameters in the state than the rest of its parameter group")
+            raise ValueError(f"{name} has different hyperparameters in the state than the rest of its parameter group")
     return loaded
 
 

@@ -165,7 +165,7 @@ class ZeroState:
         validate_across_ranks(self._group, [], problem, "loads a state", settings)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank only, for impossible step counts or hyper-parameters."""
+        """Raise ValueError, on this rank only, for impossible step counts or hyperparameters."""
         for steps in self._steps(state).values():
             for name, step in steps.items():
                 check_step(name, step)
@@ -291,7 +291,7 @@ class ZeroState:
             )
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the saved hyper-parameters of each parameter group; none if the state has none."""
+        """Return the saved hyperparameters of each parameter group; none if the state has none."""
         saved = state["optim"].get("param_groups", {})
         names: dict[int, list[str]] = {}
         for name, (_, slot) in self._slots.items():

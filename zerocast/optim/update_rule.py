@@ -1,4 +1,4 @@
-"""UpdateRule: the hyper-parameters of a parameter group, with their ranges, for AdamW, for Muon and
+"""UpdateRule: the hyperparameters of a parameter group, with their ranges, for AdamW, for Muon and
 for optimizers of torch.
 """
 
@@ -22,8 +22,8 @@ class UpdateRule:
 
     Attributes:
         name: the name of the rule, for messages.
-        numbers: hyper-parameters that are non-negative numbers. A saved state has them.
-        others: further conditions, by hyper-parameter: a function that returns True for a valid
+        numbers: hyperparameters that are non-negative numbers. A saved state has them.
+        others: further conditions, by hyperparameter: a function that returns True for a valid
             value.
     """
 
@@ -32,7 +32,7 @@ class UpdateRule:
     others: Mapping[str, Callable[[Any], bool]]
 
     def check(self, group: Mapping[str, Any], wait: bool = True) -> None:
-        """Raise ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
+        """Raise ValueError or TypeError for hyperparameters that are out of range. Without `wait`,
         tensors on a device are not checked, since a step does not wait for the device.
         """
         for name in self.numbers:
@@ -49,7 +49,7 @@ class UpdateRule:
                 raise ValueError(f"{name} is out of range: {value}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters that ranks compare, keyed by name."""
+        """Return the hyperparameters that ranks compare, keyed by name."""
         return {"lr": float(group["lr"]), **{name: group[name] for name in (*self.others, *self.numbers[1:])}}
 
 

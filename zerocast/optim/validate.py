@@ -1,4 +1,4 @@
-"""Validation of an optimizer's arguments: parameters, hyper-parameters, and the ownership of
+"""Validation of an optimizer's arguments: parameters, hyperparameters, and the ownership of
 weights.
 
 A weight has one owner. Of several optimizers over a weight, the last one that was built owns it.
@@ -123,7 +123,7 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
 
 
 def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the hyper-parameters of all groups that ranks compare, keyed by name. With several
+    """Return the hyperparameters of all groups that ranks compare, keyed by name. With several
     groups the names include the number of the group.
     """
     return {

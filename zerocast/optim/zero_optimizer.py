@@ -71,7 +71,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         params, group, stage, config: as in ZeroAdamW.
-        defaults: hyper-parameters of parameter groups that do not set them.
+        defaults: hyperparameters of parameter groups that do not set them.
     """
 
     # The name of the class that users build, for messages.
@@ -143,7 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {}
 
     def _described(self) -> str:
-        """Describe the hyper-parameters, besides Adam's, that must be equal on all ranks."""
+        """Describe the hyperparameters, besides Adam's, that must be equal on all ranks."""
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
@@ -313,7 +313,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _prepare(self, clipped: str = "") -> None:
         """Do the CPU's part of a step before the device's. Raises with nothing changed.
 
-        It reduces gradients, reads hyper-parameters and finds where the weights are. `clipped`
+        It reduces gradients, reads hyperparameters and finds where the weights are. `clipped`
         describes the norm to which a graph clips. Errors that may occur on this rank only
         (parameter groups, hyperparameters, averages) are raised on all ranks by the cast
         (`Plan.ready`).
@@ -507,8 +507,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, moments, step, hyper-parameters and delayed scales keyed by parameter
-        name (`zerocast.optim.state`).
+        """Return masters, moments, step, hyperparameters and delayed scales keyed by parameter name
+        (`zerocast.optim.state`).
 
         Save it with torch.distributed.checkpoint, which then loads in place, or on one rank with
         torch.save. Raises RuntimeError after a step that failed partway, whose masters and moments
@@ -532,7 +532,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._state.as_dict(kept)
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank only, for invalid step counts and hyper-parameters."""
+        """Raise ValueError, on this rank only, for invalid step counts and hyperparameters."""
         self._state.check_numbers(state_dict)
 
     @contextlib.contextmanager
