@@ -42,7 +42,7 @@ from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.host import CastDriver, Host, raising_together
+from zerocast.cast.host import CastDriver, Host
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.patches import Patch, Patches
 from zerocast.verification.master_views import MasterViews
@@ -52,7 +52,7 @@ from zerocast.weight.validity import Use, debugging
 from . import offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
-from .guard import MethodGuard, followed_by, sharing_matrices
+from .guard import MethodGuard, followed_by, raising_on_all
 from .primary import TETensors, check_before_forward, is_primary
 from .shards import OwnedShare, bytes_not_sent, collect, elements_without_owner, read_masters
 from .validate import has_stepped, validate
@@ -128,7 +128,7 @@ def _patches_of(drivers: Sequence[ShareDriver], guard: MethodGuard) -> Iterator[
             driver.leave_memory()
 
     copy_model = guard.writing(_copying_model(drivers), Use.STEP, "reading masters from the model", masters=True)
-    copy_model = raising_together(copy_model, sharing_matrices(drivers))
+    copy_model = raising_on_all(copy_model, drivers)
     yield Patch(
         kind.copier(optimizer),
         "_copy_main_params_to_model_params",
@@ -190,7 +190,7 @@ class Attachment:
         model. Raises RuntimeError after a step that failed partway: some masters are still old.
         """
         self._check_attached()
-        refresh = raising_together(self._guard.refresh, sharing_matrices(self._drivers))
+        refresh = raising_on_all(self._guard.refresh, self._drivers)
         refresh(self._drivers)
 
     def master_views(self) -> Iterator[MasterViews]:

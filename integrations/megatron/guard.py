@@ -83,7 +83,7 @@ class MethodGuard:
             optimizers = distributed if loads_all else [owner]
             of_owner = [driver for driver in drivers if loads_all or driver.shards.optimizer is owner]
             step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
-            step = raising_together(step, sharing_matrices(of_owner))
+            step = raising_on_all(step, of_owner)
             if owner is optimizer:
                 step = followed_by(step, after_step)
             yield Patch(owner, "step_with_ready_grads", step)
@@ -194,7 +194,7 @@ class MethodGuard:
                 driver.refresh()
             return result
 
-        load_together = raising_together(load, sharing_matrices(drivers))
+        load_together = raising_on_all(load, drivers)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
@@ -222,11 +222,14 @@ def _holds_masters(state: Any) -> bool:
     return not isinstance(state, dict) or "param_state" in state or "fp32_from_fp16_params" in state
 
 
-def sharing_matrices(drivers: Sequence["ShareDriver"]) -> Sequence["ShareDriver"]:
-    """Return the drivers, or none of them if an optimizer owns whole matrices: its steps and loads
-    have collectives of their own before the cast.
+def raising_on_all(method: Method, drivers: Sequence["ShareDriver"]) -> Method:
+    """Wrap a method that casts by `drivers`: an exception before a cast is raised on all ranks. The
+    steps and loads of an optimizer that owns whole matrices have collectives of their own before
+    the cast, so its methods stay as they are.
     """
-    return [] if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers) else drivers
+    if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers):
+        return method
+    return raising_together(method, drivers)
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:
