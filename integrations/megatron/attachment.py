@@ -311,7 +311,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         shards = collect(distributed, chunks)
         drivers, guard = build_drivers(shards, patches)
         attachment = Attachment(drivers, guard)
-        attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)
+        attachment.patch(patches, optimizer, distributed, chunks, verify_every)
     return attachment
 
 
