@@ -90,8 +90,12 @@ class MethodGuard:
             kind = optimizer_kinds.kind_of(owner)
             for name, use in (USES | dict.fromkeys(kind.saves, Use.SAVE)).items():
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
-            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, of_owner))
-            sharded_state_dict = self.saving(owner.sharded_state_dict, of_owner)
+            # All pipeline stages and tensor-parallel ranks save together. Inside that call each
+            # optimizer of a chain is saved by the ranks that have it.
+            everyone = host.groups_of_all_ranks(distributed) if owner is optimizer else []
+            savers = [Group.of(group) for group in everyone] or [driver.plan.group for driver in of_owner]
+            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, savers))
+            sharded_state_dict = self.saving(owner.sharded_state_dict, savers)
             yield Patch(owner, "sharded_state_dict", self.preparing(sharded_state_dict, distributed))
             for name in (*LOAD, *kind.loads):
                 yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, optimizers, loads_all))
@@ -126,14 +130,14 @@ class MethodGuard:
 
         return call
 
-    def saving(self, method: Method, drivers: Sequence["ShareDriver"]) -> Method:
-        """Wrap a method that all ranks call to save: while masters or weights are partial on one
-        rank, it raises on all that share masters. The others would wait for that rank otherwise.
+    def saving(self, method: Method, groups: Sequence[Group]) -> Method:
+        """Wrap a method that all ranks of these groups call to save: while masters or weights are
+        partial on one rank, it raises on all. The others would wait for that rank otherwise.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not host.is_loading(args, kwargs):
-                self._check_save([driver.plan.group for driver in drivers])
+                self._check_save(groups)
             return method(*args, **kwargs)
 
         return call
@@ -145,7 +149,7 @@ class MethodGuard:
         except RuntimeError as error:
             problem = error
         for group in groups:
-            # A rank may share experts with other ranks than dense layers.
+            # A rank is in each group with different ranks, which hear of the problem from it.
             try:
                 validate_across_ranks(group, [], problem, "saves a checkpoint")
             except RuntimeError as error:

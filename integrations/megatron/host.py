@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -407,6 +408,22 @@ def bucket_groups(chunk: Any) -> list[Any]:
     for group in groups:
         require(group, _OF_A_BUCKET_GROUP, f"a bucket group, a {type(group).__name__},")
     return groups
+
+
+def groups_of_all_ranks(optimizers: Sequence[Any]) -> list[Any]:
+    """Return process groups that connect all ranks of a model: the group over which the host
+    reduces the norm of gradients, of all pipeline stages, tensor-parallel and data-parallel ranks
+    of an instance, then the group of the ranks at the same place in other instances. Empty if no
+    optimizer has the first.
+    """
+    of_norms = [getattr(optimizer, "grad_stats_parallel_group", None) for optimizer in optimizers]
+    instance = next((group for group in of_norms if group is not None), None)
+    if instance is None:
+        return []
+    chunks = [chunk for optimizer in optimizers for chunk in getattr(optimizer, "model_chunks", ())]
+    # A chunk has this attribute only if there are several instances.
+    of_instances = (chunk.inter_dist_opt_group for chunk in chunks if hasattr(chunk, "inter_dist_opt_group"))
+    return [instance, *itertools.islice(of_instances, 1)]
 
 
 def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Megatron's own GPT under its own schedules, with tensor, pipeline and expert parallelism, on the ranks of a pool."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
+from tests.hosts.stopping import limit_collectives
 from tests.megatron import muon
+from tests.megatron.attached import METADATA
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.ranks_host import device, groups, host
 from tests.megatron.training import NARROW, Case, Run, build_optimizer
@@ -179,6 +182,23 @@ def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
             found.append({names[id(param)]: vars(param.main_param) for group in part.float16_groups for param in group})
             dist.barrier()
         return found
+
+
+def partial_save(parallel: Parallel) -> tuple[str, float]:
+    """What is said where the last rank has partial weights and all save, and the seconds."""
+    with groups(**parallel.sizes()), host():
+        run, attached = _build(parallel)
+        step(run, 0)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            attached._guard.validity.broke_off("an all-gather", masters=False)
+        model = run.ddp.module.sharded_state_dict(metadata=METADATA)
+        limit_collectives(5)
+        started = time.monotonic()
+        # What is written next is collective.
+        said = error_of(lambda: (run.optimizer.sharded_state_dict(model, metadata=METADATA), dist.barrier()))
+        seconds = time.monotonic() - started
+        limit_collectives(30)
+        return said, seconds
 
 
 def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.gpt import FORMATS, Parallel, train
+from tests.megatron.gpt import FORMATS, Parallel, partial_save, train
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_megatron
 from tests.workers import Ranks
 
@@ -53,3 +53,11 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str) -> None
         assert not stale and ok
         assert plans == (2 if parallel.experts else 1)
         assert not losses or losses[3] < losses[0]
+
+
+@pytest.mark.parametrize("name", list(parameters()))
+def test_a_save_that_one_rank_refuses(ranks: Ranks, name: str) -> None:
+    """It raises on those that share no master with that rank, too, and none waits at a timeout."""
+    world, parallel = PARALLEL[name]
+    for said, seconds in ranks(world)(partial_save, parallel):
+        assert "an all-gather failed partway" in said and seconds < 4, (said, seconds)
