@@ -1,6 +1,6 @@
 """Stage adam_8bit_cast: on every backend the bytes of the reference's adam_8bit, weight by weight, and then partial_cast."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tests import devices, strategies
 from tests.backends.test_adam_amax import BF16
-from tests.backends.test_adam_cast import ONE_PASS, OnePass, assert_same_codes, cases
+from tests.backends.test_adam_cast import ONE_PASS, OnePass, assert_same_codes, cases, large
 from tests.backends.test_adam_update import scalars
 from tests.sharded import Weight
 from tests.tables import Bench
-from zerocast import get_format
 from zerocast.backends import load, ops, reference
 from zerocast.backends.descriptor import Column, Piece
 from zerocast.formats.layout import moment_groups
@@ -113,13 +112,7 @@ def test_update_amax_and_codes(any_backend: str) -> None:
     "fmt", ["fp8_block", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("mxfp8:block=32x32", "mxfp4"))]
 )
 def test_large_weights(variant: str, fmt: str, seed: int) -> None:
-    """Larger than the pieces that a backend cuts its work into; the second one is owned from its second block row on."""
-    columns = 416 if strategies.is_interpreted(variant) else 32 * 520
-    block = (get_format(fmt).exchange_block or (1, 1))[0]
-    rows, unit = 2 * block + 32, block * columns
-    weight = Weight(fmt, (rows, columns), ((0, rows * columns),), content="wide", seed=seed)
-    part = replace(weight, spans=((unit, rows * columns // unit * unit),))
-    case = EightBit(Bench((weight, part), seed), seed, BF16, clip=0.3)
+    case = EightBit(Bench(large(fmt, variant, seed), seed), seed, BF16, clip=0.3)
     assert_same_state(case.run(variant), case.composed(), fmt)
 
 

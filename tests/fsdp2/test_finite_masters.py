@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fsdp2 import models
-from tests.fsdp2.models import FORMATS, Net
+from tests.fsdp2.models import FEW, Net
 from tests.workers import error_of, on_ranks
 from zerocast import fsdp2, verify
 from zerocast.fsdp2 import TrainingState
@@ -15,14 +15,14 @@ from zerocast.fsdp2 import TrainingState
 VALUES = (float("nan"), float("inf"), -float("inf"))
 WHAT = ("gradient", "master")
 THEN = ("another step", "an evaluation", "the state", "the state at once")
-TOLD = f"InvalidWeights: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
+TOLD = f"InvalidWeights: the masters of {len(FEW)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
 
 
 class Run:
     """A model with two weights of each format and its optimizer; the first weight of each block is poisoned."""
 
     def __init__(self, optimizer: str, keep_codes: bool) -> None:
-        self.model = models.sharded(Net(FORMATS, 64, 96), keep_codes=keep_codes)
+        self.model = models.sharded(Net(FEW, 64, 96), keep_codes=keep_codes)
         self.optimizer = models.OPTIMIZERS[optimizer](self.model)
         self.state = TrainingState(self.model, self.optimizer)
 
@@ -110,6 +110,6 @@ def test_a_load_and_verify_go_on() -> None:
     assert (loaded, report.ok, len(report.not_finite), [error_of(run.forward), error_of(run.step)]) == (
         "",
         True,
-        len(FORMATS),
+        len(FEW),
         ["", ""],
     )
