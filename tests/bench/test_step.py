@@ -24,7 +24,7 @@ from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasuremen
 from zerocast.cli import main
 
 TINY = StepConfig(
-    shape="tiny", layers=2, vocabulary=256, seq=32, steps=2, warm_up=2, modes=("eager",), compiler="aot_eager"
+    shape="tiny", layers=2, vocabulary=256, seq=32, steps=1, warm_up=2, modes=("eager",), compiler="aot_eager"
 )
 BLOCK_MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # elements of both blocks
 REST = 5 * 128 + 2 * 256 * 128  # norms, embedding, head
@@ -50,8 +50,8 @@ def test_a_row_of_our_calls_alone_has_a_line_of_code(known: variant.Variant, mod
 
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
     chosen = (
-        *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),
-        *("zero_adamw:bf16", "zero_adamw:fp8_block+*", "zero_adamw:mxfp8", "fsdp2_fused_adamw:bf16"),
+        *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed"),
+        *("zero_adamw:bf16", "zero_adamw:fp8_block+*", "fsdp2_fused_adamw:bf16"),
         *("fsdp2:bf16+fp8_wire", "fsdp2:fp8_current+fp8_wgrad+8bit"),
         *("zero_adamw:bf16+fp8_wire", "zero_adamw:fp8_current+fp8_wgrad+8bit"),
     )
@@ -88,7 +88,8 @@ def test_moments_in_8_bits_are_rounded(ranks: Ranks, host: str) -> None:
 def test_bytes_on_the_wire_are_those_of_the_format(ranks: Ranks, host: str, gathers: int) -> None:
     """FSDP2 gathers a block for its forward and for its backward pass, the rest once."""
     chosen = tuple(f"{host}:{fmt}" for fmt in ("bf16", "fp8_block", "nvfp4"))
-    found = ranks(2)(ran, replace(TINY, variants=chosen))[0]
+    found = ranks(2)(ran, replace(TINY, variants=chosen, steps=2))[0]
+    assert [len(row["step_ms"]) for row in found["rows"]] == [2] * 3
     gathered = {row["variant"].partition(":")[2]: row["wire_bytes"]["weight_gather"] for row in found["rows"]}
     for fmt, nbytes in (("bf16", 2.0), ("fp8_block", 1 + 4 / 128**2), ("nvfp4", 0.5 + 1 / 16)):
         blocks = gathers * BLOCK_MATRICES * nbytes
