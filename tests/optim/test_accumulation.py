@@ -119,6 +119,12 @@ def test_no_gradient_at_all():
     compared.check("no gradient")
 
 
+@on_ranks(2)
+def test_one_rank_without_gradients():
+    """In each step another one, the steps included before which ranks compare what they do not train."""
+    check(dataclasses.replace(BY_TURNS, steps=3))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_left_on_the_parameters(stage):
     """A reduced gradient on every parameter, those that took no part included, until zero_grad."""

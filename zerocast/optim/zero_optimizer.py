@@ -322,8 +322,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._validity.check(Use.STEP)
         self._plan.check_before_collective()
         self._skipped.before_step()
-        self._untrained.after_steps(self._steps)
+        # Before other collectives, since other ranks reduce in their backward pass, and a rank
+        # without any gradient here.
         self._reducer.finish()
+        self._untrained.after_steps(self._steps)
         averaged, problem = "", None
         try:
             self._check_parameters_are_listed()
