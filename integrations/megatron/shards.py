@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.cast.host import PlainShard
+from zerocast.distributed.agreement import first_of
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
 
@@ -152,7 +153,7 @@ def _check_owned(all_shards: Sequence[OwnedShare], groups: Sequence[Any], names:
     owned = {id(param) for shards in all_shards for param in shards.params}
     orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
     if orphans:
-        raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
+        raise ValueError(f"no optimizer that was given owns the quantized weights {first_of(orphans)}")
 
 
 def bytes_not_sent(shards: OwnedShare) -> str | None:

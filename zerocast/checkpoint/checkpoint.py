@@ -31,7 +31,7 @@ from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
 from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
-from zerocast.distributed.agreement import from_rank_0, together, validate_across_ranks
+from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
@@ -422,7 +422,7 @@ def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
 
 def _raise_unfit(path: Location, problems: list[str], group: Group) -> None:
     """Raise ValueError on every rank if any rank has problems. Collective."""
-    error = ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}") if problems else None
+    error = ValueError(f"{path} does not fit this optimizer: {first_of(problems, '; ')}") if problems else None
     validate_across_ranks(group, [], error, LOADS)
 
 

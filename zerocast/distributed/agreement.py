@@ -20,6 +20,8 @@ from zerocast.weight.validity import debugging
 Result = TypeVar("Result")
 # The digest of a text is this many integers of 62 bits.
 WORDS = 4
+# How many of several names or problems an error has.
+SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -219,3 +221,9 @@ def _words(text: str) -> tuple[int, ...]:
     digest = hashlib.sha256(text.encode()).digest()
     # Two of the 64 bits are dropped, so that the negative of a word is an int64 too.
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 2 for i in range(WORDS))
+
+
+def first_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first of several names or problems for an error, and how many more there are."""
+    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return separator.join([*texts[:SHOWN], *more])

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import first_of, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopies
 from zerocast.weight.validity import InvalidWeights
@@ -31,9 +31,6 @@ DIGESTS = 128
 
 # A rank that cannot make its call reports this number in place of a digest.
 REFUSED = DIGESTS
-
-# How many weights an error names.
-SHOWN = 4
 
 
 class ShardStatus(enum.IntEnum):
@@ -261,10 +258,9 @@ class CastReports:
 
 def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
     """Return the error for masters of the weights `names` that are not finite."""
-    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
     return InvalidWeights(
-        f"the masters of {count} were NaN or Inf in the last cast: {shown}. Results computed with these are wrong, though "
-        "formats without a NaN code do not show it",
+        f"the masters of {count} were NaN or Inf in the last cast: {first_of(names)}. Results computed with these are wrong, "
+        "though formats without a NaN code do not show it",
         "",
         "load a checkpoint, and find out what wrote the masters (a learning rate, an optimizer of your own, a state that was "
         "loaded)",

@@ -11,13 +11,14 @@ detected in debug mode only, with a copy.
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zerocast.cast.host import identity_weight
+from zerocast.distributed.agreement import first_of
 from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
@@ -26,7 +27,6 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState, same_bytes
 from zerocast.weight.validity import Validity, debugging
 
-SHOWN = 4
 LOST = (
     "the next step would overwrite these values by a cast of the FP32 masters. To change the masters, call "
     "zerocast.optim.load_masters(optimizer, high_precision_state), or optimizer.load_state_dict(state) after "
@@ -152,7 +152,7 @@ class BucketBytes:
             # A flat buffer has one counter, so any of its parameters may have been written.
             names += [slot.name for slot in self.bucket.slots]
         if names:
-            raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
+            raise RuntimeError(f"parameters were written since the last step, among {first_of(names)}: {LOST}")
 
     def _check_moved(self) -> bool:
         plain = [p for p in self._plain if not p.is_in_buffer]
@@ -169,7 +169,7 @@ class BucketBytes:
         names += [q.slot.name for q in quantized if q.differs()]
         if names:
             raise RuntimeError(
-                f"parameters have a different storage and different values since the last step, {_some(names)}: {LOST}"
+                f"parameters have a different storage and different values since the last step, {first_of(names)}: {LOST}"
             )
         # `reclaim` moves them back.
         return True
@@ -252,11 +252,6 @@ class QuantizedViews:
             _check_fits(self.weight.rowwise_data, self.state.rowwise_data)
             return self.weight.state.differs(self.state)
         return not all(same_bytes(*pair) for pair in self.moved())
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _check_fits(tensor: Tensor, view: Tensor) -> None:

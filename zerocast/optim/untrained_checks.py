@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import largest_of_ranks
+from zerocast.distributed.agreement import first_of, largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.memory import as_bytes
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import is_trained, models_of
 
 logger = logging.getLogger(__name__)
-# The number of names that a message lists.
-SHOWN = 4
 # The numbers of steps taken at which ranks compare. Before the first step other optimizers may not
 # be built yet. After it, those whose ranks diverge have stepped as well.
 COMPARED_AFTER = (1, 100)
@@ -92,7 +90,7 @@ class FrozenParameters:
         if unfrozen:
             raise RuntimeError(
                 f"{len(unfrozen)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
-                f"them {', '.join(unfrozen[:SHOWN])}: the optimizer has no masters of them and would never train them. Build a new "
+                f"them {first_of(unfrozen)}: the optimizer has no masters of them and would never train them. Build a new "
                 "one over all parameters, or call requires_grad_(False) on these"
             )
 
@@ -159,7 +157,7 @@ class UntrainedTensors:
                 "%s: only trained ones start from rank 0's values and stay equal. Load or seed the others identically on all "
                 "ranks, and pass the parameters that are to be trained to the optimizer",
                 len(names),
-                ", ".join(names[:SHOWN]),
+                first_of(names),
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from zerocast.distributed.agreement import first_of
 from zerocast.serve.fused_amaxes import check_shared_amaxes
 from zerocast.serve.hugging_face import pieces_of, quantized_pieces
 from zerocast.serve.namings import check_naming
@@ -207,9 +208,7 @@ class LiveWeights:
         shapes = self.source.shapes
         unknown = sorted(set(names) - set(shapes))
         if unknown:
-            raise ValueError(
-                f"names has {', '.join(unknown[:4])}, and the parameters are {', '.join(list(shapes)[:4])}, …"
-            )
+            raise ValueError(f"names has {first_of(unknown)}, and the parameters are {first_of(list(shapes))}")
         if self._stored is None:
             return {name: named_pieces(name, shape, names) for name, shape in shapes.items()}
         return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}

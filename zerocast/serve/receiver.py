@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zerocast.distributed.agreement import first_of
 from zerocast.formats.memory import as_bytes, check_storage
 from zerocast.serve.bucket import (
     ASK,
@@ -223,7 +224,7 @@ class Receiver:
         received = {name for names in self._buckets for name in names}
         missing = sorted(set(self._tensors) - received)
         if missing and self._is_given:
-            raise RefitError(f"the sender has no {', '.join(missing[:4])}: its weights are not this receiver's")
+            raise RefitError(f"the sender has no {first_of(missing)}: its weights are not this receiver's")
         for name in missing:
             del self._tensors[name]
         self._complete = header["run"], header["refit"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerocast.checkpoint.regular_file import check_regular
+from zerocast.distributed.agreement import first_of
 from zerocast.formats.readers import HEAD
 from zerocast.serve.piece import Piece, ranges, whole
 
@@ -216,5 +217,4 @@ def check_stored(model: StoredModel, pieces: Mapping[str, Sequence[Piece]], is_w
         elif shape != model.stored[name][1].shape:
             problems.append(f"{name} has shape {shape} and the model {model.stored[name][1].shape}")
     if problems:
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise ValueError(f"these weights are not those of {model.architecture}: {'; '.join(problems[:4])}{more}")
+        raise ValueError(f"these weights are not those of {model.architecture}: {first_of(problems, '; ')}")

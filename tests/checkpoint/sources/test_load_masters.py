@@ -117,6 +117,13 @@ def refuses(source: Any) -> str:
     return str(caught.value)
 
 
+def test_first_of_many_problems():
+    """An empty source lacks all masters: the error has four of them, and how many more there are."""
+    masters = len(Trainer(RUN).optimizer.state_dict()["model"])
+    said = refuses({})
+    assert masters > 4 and said.count("is missing") == 4 and said.endswith(f"; and {masters - 4} more")
+
+
 @pytest.mark.parametrize("kind", ["file", "safetensors", "dcp"])
 def test_what_does_not_fit(tmp_path: Path, kind: str) -> None:
     for change, message in ERRORS.items():

@@ -11,15 +11,13 @@ from zerocast.checkpoint.manifest import check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
 from zerocast.checkpoint.store import StorePath, as_location
 from zerocast.checkpoint.torch_checkpoint import load_masters
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import first_of, validate_across_ranks
 from zerocast.distributed.group import Group
 
 # Prefixes that all names in a source may have.
 PREFIXES = ("", "model.", "module.", "state_dict.")
 # Prefixes in zerocast's own checkpoints of entries that are not masters.
 BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
-# The number of problems that an error lists.
-SHOWN = 4
 
 
 def read_masters(
@@ -49,8 +47,7 @@ def read_masters(
         prefix = max(PREFIXES, key=lambda candidate: sum(candidate + name in opened.entries for name in masters))
         problems = _problems(masters, opened, prefix, names)
         if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            problem = ValueError(f"{opened.location} does not fit the masters: {'; '.join(problems[:SHOWN])}{more}")
+            problem = ValueError(f"{opened.location} does not fit the masters: {first_of(problems, '; ')}")
     except (ImportError, OSError, ValueError, pickle.UnpicklingError) as error:
         if group.size == 1:
             raise
