@@ -14,8 +14,8 @@ import torch.distributed as dist
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
+from tests.optim.captured_runs import Repeated
 from tests.workers import Ranks, error_of
-from zerocast.cast.captured_step import CapturedStep
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -87,7 +87,7 @@ def masters_written(run: Pass, step: Callable[[], object] | None = None) -> str:
 def masters_written_before_a_captured_step(run: Pass) -> str:
     """Of which the graph does not know."""
     step = CapturableFusedStep(run.optimizer)
-    captured = CapturedStep(step, lambda work: work)
+    captured = Repeated(step)
     for _ in range(2):
         captured()
 

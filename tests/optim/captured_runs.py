@@ -1,6 +1,6 @@
 """Two optimizers of one model side by side: one takes ordinary steps, the other a captured one, with the same gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,12 @@ class Case:
     steps: int = 9
 
 
-def run_again(work: Work) -> Work:
-    """In place of a CUDA graph where there is none; recording launches nothing there either."""
-    return work
+class Repeated(CapturedStep):
+    """With work that runs again in place of a CUDA graph where there is none; recording launches nothing there either."""
+
+    @staticmethod
+    def _record(work: Work) -> Work:
+        return work
 
 
 class Trainee:
@@ -50,13 +53,13 @@ class Trainee:
         tensor = self.case.tensor_lr
         return {**options, "lr": torch.tensor(options["lr"], device=self.case.device) if tensor else options["lr"]}
 
-    def capture(self, record: Callable[[Work], Work] = run_again) -> CapturedStep:
+    def capture(self, kind: type[CapturedStep] = Repeated) -> CapturedStep:
         """The step as a graph; on the CPU as something that acts like one."""
         o, case = self.optimizer, self.case
         if case.device != "cpu":
             return o.capture(case.max_norm)
         step = CapturableZeroStep(o._parts, o._prepare, o._finish, case.max_norm)
-        return CapturedStep(step, record)
+        return kind(step)
 
     def gradients(self, step: int) -> None:
         """Fresh ones; an infinite one on rank 0 where the step is to be skipped."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.optim.captured_runs import run_again
+from tests.optim.captured_runs import Repeated
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import (
     ADAM,
@@ -32,7 +32,6 @@ from tests.optim.undistributed import Undistributed, UndistributedMuon
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroConfig, ZeroMuon, optim, verify
-from zerocast.cast import captured_step
 from zerocast.optim import EMA
 
 # Parameters that are added before these steps, each time one group.
@@ -225,8 +224,7 @@ def test_averages(config: str) -> None:
 @pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32", "8 bits"])
 def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
     with (
-        mock.patch.object(captured_step, "cuda_graph", run_again),
-        mock.patch.object(captured_step.CapturedStep.__init__, "__defaults__", (run_again,)),
+        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
         mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
     ):
         captured, eager = (Growing(Run(config=config)) for _ in range(2))

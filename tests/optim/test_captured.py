@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import casts
 from tests.distributed.test_same_call import copied
 from tests.host_traffic import HostTraffic
-from tests.optim.captured_runs import Case, Trainee, compare
+from tests.optim.captured_runs import Case, Repeated, Trainee, compare
 from tests.optim.probe import BF16
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
@@ -109,10 +109,18 @@ def test_traffic_is_seen():
     assert len(traffic.found) == 4
 
 
+class Idle(Repeated):
+    """With a graph that does nothing."""
+
+    @staticmethod
+    def _record(work: captured_step.Work) -> captured_step.Work:
+        return lambda: None
+
+
 def test_the_host_keeps_the_books():
     """With a graph that does nothing: casts are counted, copies belong to the last cast, gradients are used up."""
     trainee = Trainee(Case())
-    step = trainee.capture(record=lambda work: lambda: None)
+    step = trainee.capture(Idle)
     plan, before = trainee.optimizer._weights.driver.plan, trainee.held()
     casts_before = plan.validity.casts
     for number in range(2):
@@ -290,14 +298,16 @@ def test_what_is_recorded_was_run_before():
     assert all(id(table) in seen for table in recorded.found)
 
 
-def graph(work: captured_step.Work) -> captured_step.Work:
-    """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
+class WithoutHost(Repeated):
+    """Without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
-    def replay() -> None:
-        with mock.patch.object(BucketBytes, "record"):
-            work()
+    @staticmethod
+    def _record(work: captured_step.Work) -> captured_step.Work:
+        def replay() -> None:
+            with mock.patch.object(BucketBytes, "record"):
+                work()
 
-    return replay
+        return replay
 
 
 def test_debug_copies_follow_replayed_graphs(device):
@@ -305,7 +315,7 @@ def test_debug_copies_follow_replayed_graphs(device):
     set_debug(True)
     try:
         trainee, eager = Trainee(Case(device=device)), Trainee(Case(device=device))
-        step = trainee.capture(record=graph)
+        step = trainee.capture(WithoutHost)
         for number in range(3):
             for each, take in ((trainee, step), (eager, eager.ordinary_step)):
                 each.gradients(number)

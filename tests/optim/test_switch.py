@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocast
-from tests.optim.captured_runs import Case, Trainee, run_again
+from tests.optim.captured_runs import Case, Repeated, Trainee
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import Compared, Run, Trainer, snapshot
@@ -20,7 +20,6 @@ from tests.optim.undistributed import Undistributed, f32, np
 from tests.selection import worlds
 from tests.workers import on_ranks
 from zerocast import Recipe, verify
-from zerocast.cast import captured_step
 from zerocast.optim import EMA
 
 # matrices of the probe that are no QuantizedWeights
@@ -268,8 +267,7 @@ def test_captured_steps_are_captured_again():
     trainees = [Trainee(Case()) for _ in range(2)]
     captured, eager = trainees
     with (
-        mock.patch.object(captured_step, "cuda_graph", run_again),
-        mock.patch.object(captured_step.CapturedStep.__init__, "__defaults__", (run_again,)),
+        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
         mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
     ):
         step = captured.optimizer.capture(captured.case.max_norm)

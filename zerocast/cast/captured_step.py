@@ -103,14 +103,13 @@ class CapturedStep:
 
     Making it is collective. If the step can be rehearsed, it is recorded immediately, else by the
     second call; the first one is an ordinary step.
-
-    Args:
-        step: the parts of the step.
-        record: returns a function that repeats some work: `cuda_graph`, or a replacement in a test.
     """
 
-    def __init__(self, step: CapturableStep, record: Callable[[Work], Work] = cuda_graph) -> None:
-        self._step, self._record = step, record
+    # Tests without CUDA replace it.
+    _record = staticmethod(cuda_graph)
+
+    def __init__(self, step: CapturableStep) -> None:
+        self._step = step
         # The memory at the last step or rehearsal without a graph, as `prepare` describes it. Kept,
         # since the graph reads its tables.
         self._places: Any = None
