@@ -235,7 +235,6 @@ class CastPlan(Plan):
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
         self.validity.add_precheck(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
-        self.validity.add_precheck(self.check_before_collective, Use.VERIFY)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -457,7 +456,9 @@ class CastPlan(Plan):
         """Return the masters with their weights, for `zerocast.verify`. Gather the bytes first.
 
         Weights with gaps are left out. The views of partial weights say so (`MasterViews.problem`).
+        Raises what `check_before_collective` raises: the readers' collectives would lack a rank.
         """
+        self.check_before_collective()
         problem = None
         try:
             self.validity.check(Use.VERIFY)
@@ -564,7 +565,7 @@ class CastPlan(Plan):
         """
         self._check_reports(casts_in_flight=0)
 
-    def check_before_collective(self, use: Use | None = None) -> None:
+    def check_before_collective(self) -> None:
         """Raise RuntimeError, on every rank, if a rank could not make the last cast on a GPU.
         Called before a collective that is not part of a cast, in which that rank would be missing.
         """
