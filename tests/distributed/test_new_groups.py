@@ -88,11 +88,11 @@ def test_nothing_but_the_group_is_left_behind() -> None:
 
 
 @on_ranks(2)
-def test_a_group_has_one_twin() -> None:
+def test_a_group_has_one_cpu_twin() -> None:
     """Whose collectives meet those of the twin only, whatever the order in which ranks start them."""
     group, rank = Group.of(None), dist.get_rank()
-    twin = group.twin()
-    assert twin.handle is group.twin().handle is not group.handle
+    twin = group.cpu_twin()
+    assert twin.handle is group.cpu_twin().handle is not group.handle
     numbers = [torch.tensor([rank + 1]), torch.tensor([10 * (rank + 1)])]
     in_order = [(group, numbers[0]), (twin, numbers[1])][:: 1 - 2 * rank]
     flights = [ranks.all_reduce_max(number, async_op=True) for ranks, number in in_order]
@@ -100,4 +100,4 @@ def test_a_group_has_one_twin() -> None:
         assert flight is not None
         flight.wait()
     assert [number.item() for number in numbers] == [2, 20]
-    assert Group(None, 0, 1).twin().handle is None
+    assert Group(None, 0, 1).cpu_twin().handle is None

@@ -63,7 +63,7 @@ CALLS: dict[str, Callable[[Group], Any]] = {
     "all_to_all": lambda group: group.all_to_all(A, A, what="these"),
     "broadcast": lambda group: group.broadcast(A, "these"),
 }
-NO_COLLECTIVE = {"device", "of", "called_by", "duplicate", "twin", "failing"}
+NO_COLLECTIVE = {"device", "of", "called_by", "duplicate", "cpu_twin", "failing"}
 
 
 def used(path: Path) -> Iterator[str]:

@@ -173,7 +173,7 @@ def test_plain_parameters_are_gathered_first():
 
 @on_ranks(2)
 def test_construction():
-    Group.of(None).twin()  # made once, by whoever asks first
+    Group.of(None).cpu_twin()  # made once, by whoever asks first
     with recorded() as log:
         Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig()))
     calls = dict(Counter(kind for kind, _ in log))

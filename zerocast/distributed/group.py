@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # The largest number of groups that `_counting_alike` has shown to torch so far. It starts above any
 # number of groups that a program makes, so that no other group has a name with this number.
 _most_groups = 1_000
-# The twin of each group that has one.
+# The CPU twin of each group that has one.
 _twins: "weakref.WeakKeyDictionary[dist.ProcessGroup, Group]" = weakref.WeakKeyDictionary()
 
 
@@ -138,14 +138,16 @@ class Group:
         with self._counting_alike():
             return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
-    def twin(self) -> "Group":
-        """Return the twin of this group: another process group of the same ranks, whose collectives
-        have no order with those of this one. Collective, since the first call makes it.
+    def cpu_twin(self) -> "Group":
+        """Return a process group of the same ranks for messages of the CPU, over gloo. Its
+        collectives have no order with those of this group, and a GPU takes no part in them: NCCL
+        would make the twin's first communication wait for what this group has in flight.
+        Collective, since the first call makes it.
         """
         if self.handle is None or self.size == 1:
             return self
         if self.handle not in _twins:
-            _twins[self.handle] = self.duplicate()
+            _twins[self.handle] = self.duplicate("gloo")
         twin = _twins[self.handle]
         return twin.called_by(self.caller) if self.caller else twin
 

@@ -19,7 +19,6 @@ The callback at the end of a backward pass does not run if the pass raises. The 
 this, and raises until `zero_grad` of the optimizer is called.
 """
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -133,9 +132,7 @@ class GradientReducer:
         # exchanged in a separate group, which has no order with the reductions: a rank that lacks a
         # round sends its number before that round, and the others after it.
         self._question: tuple[Tensor, Flight] | None = None
-        self._asking_group = group.twin()
-        # A stream that waits for no reduction.
-        self._asking_stream = None if self._stream is None else torch.cuda.Stream(device)
+        self._asking_group = group.cpu_twin()
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
@@ -187,13 +184,9 @@ class GradientReducer:
 
     def _ask(self) -> None:
         """Start to exchange how many rounds ranks have begun. Waits for nothing."""
-        with self._on_asking_stream():
-            most = torch.full((1,), self._rounds, dtype=torch.int64, device=self._asking_group.device)
-            flight = self._asking_group.all_reduce_max(most, ROUNDS_BEGUN, async_op=True)
+        most = torch.tensor([self._rounds], device="cpu")
+        flight = self._asking_group.all_reduce_max(most, ROUNDS_BEGUN, async_op=True)
         self._question = None if flight is None else (most, flight)
-
-    def _on_asking_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._asking_stream is None else torch.cuda.stream(self._asking_stream)
 
     def reset(self) -> None:
         """Drop the sum, so that the next round starts from zero, and the state of a backward pass
@@ -265,10 +258,8 @@ class GradientReducer:
         if self._question is not None:
             # Read after this rank's rounds: others may be able to begin no_sync only after these.
             (most, flight), self._question = self._question, None
-            with self._on_asking_stream():
-                flight.wait()
-                needed = int(most) + 1
-            self._run_rounds(needed)
+            flight.wait()
+            self._run_rounds(int(most) + 1)
         if had_no_pass and self._idle.found == found:
             self._idle.warn_no_gradients()
         if not self.synchronise:
