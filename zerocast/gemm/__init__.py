@@ -10,7 +10,6 @@ from zerocast.gemm import plain
 from zerocast.gemm.case import Case
 from zerocast.gemm.choice import (
     EXPERTS,
-    GRADIENTS,
     OPERATORS,
     PATHS,
     PREFERENCES,
@@ -32,7 +31,6 @@ from zerocast.gemm.scaling import is_traced
 
 __all__ = [
     "EXPERTS",
-    "GRADIENTS",
     "OPERATORS",
     "PATHS",
     "PREFERENCES",

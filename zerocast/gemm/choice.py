@@ -72,8 +72,25 @@ class ExpertsPath(AnyPath, Protocol):
         """
 
 
-class GradientPath(Protocol):
-    """Further functions of a path that also computes weight gradients on tensor cores."""
+class OperatorPath(Path, Protocol):
+    """A path whose product is one operator of torch, and that also computes weight gradients on
+    tensor cores.
+    """
+
+    def multiply_codes(
+        self,
+        operands: Sequence[Tensor],
+        weight: tuple[Tensor, Tensor | None],
+        fmt: FormatSpec,
+        columnwise: bool,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the result of `multiply` with (codes, scale_inv) of that direction of the weight.
+
+        A compiled graph holds the operator, or an op around it, which takes less CPU work to call
+        than the op `multiply` with a whole weight.
+        """
 
     def quantize_both_ways(
         self, x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
@@ -91,29 +108,8 @@ class GradientPath(Protocol):
         """
 
 
-class OperatorPath(Protocol):
-    """Further functions of a path whose product is one operator of torch. A compiled graph holds
-    that operator, or an op around it, which takes less CPU work to call than the op `multiply` with
-    a whole weight.
-    """
-
-    def multiply_codes(
-        self,
-        operands: Sequence[Tensor],
-        weight: tuple[Tensor, Tensor | None],
-        fmt: FormatSpec,
-        columnwise: bool,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the result of `Path.multiply` with (codes, scale_inv) of that direction of the
-        weight.
-        """
-
-
 # Paths, keyed by name. `PATHS` is in order of preference: the first path that supports a format and
 # that the device can run is used. `dequantize` supports every format, so it is last.
-GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor, "block_128": block_128}
 PATHS: dict[str, Path] = {
     "nvfp4": nvfp4,
@@ -202,7 +198,7 @@ def weight_gradients_of(weight: Any, path: str | None) -> str:
     """Return the current setting of weight gradients for products of this path with this weight, as
     `use` names it.
     """
-    if path not in GRADIENTS and path not in EXPERTS:
+    if path not in OPERATORS and path not in EXPERTS:
         return "nominal"
     _, weight_gradients = settings.now
     is_unset = weight_gradients == "nominal"

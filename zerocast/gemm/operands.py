@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm.choice import GRADIENTS, Operands, module_of
+from zerocast.gemm.choice import OPERATORS, Operands, module_of
 from zerocast.gemm.scaling import is_traced
 
 
@@ -64,7 +64,7 @@ def _made(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str) -> tuple
     if weight_gradients == "nominal":
         return module_of(path).quantize(x, fmt, gradient=False), (x,)
     is_square = weight_gradients == "fp8"
-    return GRADIENTS[path].quantize_both_ways(x, fmt, gradient=False, is_square=is_square)
+    return OPERATORS[path].quantize_both_ways(x, fmt, gradient=False, is_square=is_square)
 
 
 def forget() -> None:

@@ -77,7 +77,7 @@ class _Product(torch.autograd.Function):
         with torch._C.DisableTorchFunctionSubclass():
             if ctx.quantized:
                 # One read of the gradient makes the operands of both products.
-                operands, quantized_grad = gemm.GRADIENTS[ctx.path].quantize_both_ways(
+                operands, quantized_grad = gemm.OPERATORS[ctx.path].quantize_both_ways(
                     grad, weight.format, gradient=True, is_square=False
                 )
             elif needs_x and grad.numel():
@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
                 matrix = weight if ctx.expert is None else weight.expert(ctx.expert)
                 grad_x = _multiplied(ctx.path, operands, grad, matrix, not ctx.columnwise, ctx.transposed, None)
             if ctx.quantized:
-                outer = functools.partial(gemm.GRADIENTS[ctx.path].weight_gradient, quantized_grad, saved_input)
+                outer = functools.partial(gemm.OPERATORS[ctx.path].weight_gradient, quantized_grad, saved_input)
                 grad_weight = _weight_gradient(weight, outer, ctx.expert)
             elif needs_weight:
                 x_rows = saved_input[0].reshape(-1, saved_input[0].shape[-1])
