@@ -259,8 +259,9 @@ class CastGroup:
 
 
 class TablesOfSets:
-    """The tables that `make` builds for sets of weights. It keeps the tables of the last few sets,
-    and the tables of sets that are `held` as long as this object.
+    """The tables that `make` builds for the set of weights that FusedAdamW has measured or coded
+    before a cast. The set differs between steps if experts got no gradient in some. It keeps the
+    tables of the last few sets, and the tables of sets that are `held` as long as this object.
     """
 
     def __init__(self, make: Callable[[frozenset[str]], list[WeightTable]]) -> None:
