@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, OVERLAP, Compared, Run, Trainer, check
@@ -108,6 +109,22 @@ def test_no_sync(passes, stage, run):
     compared.optimizer.step()
     compared.follow(0)
     compared.check("stepped")
+
+
+@on_ranks(2)
+def test_ranks_accumulate_different_numbers_of_passes():
+    """As with micro-batches of uneven length. Each pass adds 1 to the gradient of its rank."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = ZeroAdamW([("weight", weight)])
+    for _ in range(2):
+        for _ in range(1 + dist.get_rank()):
+            with optimizer.no_sync():
+                weight.sum().backward()
+        weight.sum().backward()
+        norm = optimizer.clip_grad_norm_(100.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert norm == 8 * (2 + 3) / 2
 
 
 @on_ranks(0, 2)

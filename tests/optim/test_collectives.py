@@ -94,10 +94,10 @@ def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(world, g
     assert elements + elements // 32 <= nbytes <= elements + elements // 32 + 12 * 7 * world
 
 
-@pytest.mark.parametrize(("questions", "passes"), [(2, 1), (0, 3)])
+@pytest.mark.parametrize(("questions", "passes"), [(1, 1), (0, 3)])
 @on_ranks(2)
 def test_one_reduce_scatter_a_bucket_a_backward_pass(questions, passes):
-    """Where no_sync begins, ranks also ask each other how many passes they have reduced."""
+    """Where no_sync first begins, ranks also ask each other how many passes they have reduced."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=passes == 1, config=ZeroConfig()))
     with recorded() as log:
         trainer.step(0)
@@ -107,7 +107,7 @@ def test_one_reduce_scatter_a_bucket_a_backward_pass(questions, passes):
 
 @on_ranks(2)
 def test_accumulation_waits_for_no_answer():
-    """Each question is asked while no_sync begins, and the last one read when its answer has long arrived."""
+    """The question is asked when no_sync first begins, and read when its answer has long arrived."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, config=ZeroConfig()))
     reduce, wait = Group.all_reduce_max, Flight.wait
     flights: list[Flight | None] = []
@@ -126,13 +126,13 @@ def test_accumulation_waits_for_no_answer():
 
     with mock.patch.object(Group, "all_reduce_max", recorded_reduce), mock.patch.object(Flight, "wait", recorded_wait):
         trainer.backward(0)
-        assert events == ["asks", "asks"]
+        assert events == ["asks"]
         started = time.monotonic()
         while not all(flight is not None and flight.is_completed() for flight in flights):
             assert time.monotonic() < started + 10
         trainer.optimizer.clip_grad_norm_(1.0)
         trainer.optimizer.step()
-    assert events == ["asks", "asks", "reads", "waits for the packed amaxes of a cast"]
+    assert events == ["asks", "reads", "waits for the packed amaxes of a cast"]
 
 
 @on_ranks(2)

@@ -11,9 +11,10 @@ round every parameter has a `ReducedGradient`, even if it had no gradient, so th
 same gradients.
 
 A rank without any gradient in a pass begins no round, and its next round is the one that others
-have begun in that pass. Each time `no_sync` begins, ranks start to exchange how many rounds they
-have run. `_reduce` reads the largest number and runs the rounds that this rank lacks. Nothing waits
-for it before, nor for the GPU.
+have begun in that pass. When `no_sync` first begins in a step, ranks start to exchange how many
+rounds they have run: once, since ranks may enter `no_sync` a different number of times. `_reduce`
+reads the largest number and runs the rounds that this rank lacks. Nothing waits for it before, nor
+for the GPU.
 
 The callback at the end of a backward pass does not run if the pass raises. The next pass detects
 this, and raises until `zero_grad` of the optimizer is called.
@@ -128,10 +129,12 @@ class GradientReducer:
         # The number that must have run before a step, as far as this rank knows: one more than when
         # no_sync last began, 0 without no_sync.
         self._needed = 0
-        # The largest number of rounds of any rank when no_sync last began, int64[1]. It is
+        # The largest number of rounds of any rank when no_sync first began, int64[1]. It is
         # exchanged in a separate group, which has no order with the reductions: a rank that lacks a
         # round sends its number before that round, and the others after it.
         self._question: tuple[Tensor, Flight] | None = None
+        # Whether ranks have exchanged it since `reset`.
+        self._has_asked = False
         self._asking_group = group.cpu_twin()
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
@@ -174,7 +177,7 @@ class GradientReducer:
         before, self.synchronise = self.synchronise, synchronise
         if not (synchronise and before):
             self._needed = self._rounds + 1
-        if before and not synchronise:
+        if not (synchronise or self._has_asked):
             self._ask()
         self._update_keeps_local()
         if synchronise and not before:
@@ -187,6 +190,7 @@ class GradientReducer:
         most = torch.tensor([self._rounds], device="cpu")
         flight = self._asking_group.all_reduce_max(most, ROUNDS_BEGUN, async_op=True)
         self._question = None if flight is None else (most, flight)
+        self._has_asked = True
 
     def reset(self) -> None:
         """Drop the sum, so that the next round starts from zero, and the state of a backward pass
@@ -195,7 +199,7 @@ class GradientReducer:
         if self._stage == 1 or self._needed > self._rounds or self._launched is not None:
             self.gradients.drop_local()
         self._rounds = self._needed = 0
-        self._question = None
+        self._question, self._has_asked = None, False
         self.gradients.changes = 0
         self._filling.clear()
         self._launched, self._adds = None, self._stage == 2
