@@ -18,7 +18,7 @@ from tests.workers import Ranks
 from zerocast import gemm
 from zerocast.bench import variant
 from zerocast.bench.config import StepConfig
-from zerocast.bench.llama import SHAPES, Llama
+from zerocast.bench.llama import Llama
 from zerocast.bench.step import StepBench, Text
 from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.cli import main
@@ -32,20 +32,6 @@ REST = 5 * 128 + 2 * 256 * 128  # norms, embedding, head
 
 def ran(config: StepConfig) -> dict[str, Any]:
     return StepBench(config, torch.device("cpu")).run().as_dict()
-
-
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
-@pytest.mark.parametrize("known", variant.VARIANTS, ids=lambda known: known.name)
-def test_a_row_of_our_calls_alone_has_a_line_of_code(known: variant.Variant, mode: str) -> None:
-    code = variant.StepRow(known, mode).code
-    ours = known.host in (variant.FSDP2, variant.ZERO_ADAMW) and known.format != variant.BF16
-    ours = ours and not known.grad_wire and not known.has_8bit_moments
-    is_fast = known.fp8_weight_gradients and mode == "compiled"
-    is_default = not known.fp8_weight_gradients and mode == "eager"
-    if ours and (is_fast or is_default):
-        assert code is not None and known.format in code and ("fast=True" in code) == is_fast
-    else:
-        assert code is None
 
 
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
@@ -254,12 +240,6 @@ def test_a_stored_report_is_read_as_it_was(tmp_path: Path) -> None:
         StepReport.read(tmp_path / "other.json")
 
 
-def test_a_loss_is_the_mean_of_the_last_steps() -> None:
-    row = measured("fsdp2:bf16 eager", 10.0, losses=(100.0, *range(20)))
-    assert row.loss == 9.5 and row.ms == 10.0
-    assert report(row).tokens_per_second(row) == 16384 / 10.0 * 1e3
-
-
 @pytest.mark.parametrize(
     ("row", "ms", "peak", "grown"),
     [
@@ -309,21 +289,6 @@ def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--variants", "fsdp2:fp4"], "no variant is called 'fsdp2:fp4'; there are: fsdp2:bf16, "),
-        (["--compare", "missing.json"], "missing.json"),
-        (["--variants", "fsdp2:bf16", "--text", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_a_wish_that_cannot_be_met_ends_with_its_reason(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "step", "--shape", "tiny", "--seq", "8", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
         ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
@@ -345,11 +310,3 @@ def test_rows_are_chosen_with_or_without_their_mode() -> None:
     names = [row.name for row in chosen]
     assert names[0] == "fsdp2:bf16 compiled" and names[-2:] == ["fsdp2:bf16 eager", "fsdp2:nvfp4 eager"]
     assert len(names) == 11 and all(name.endswith(" compiled") for name in names[:9])
-
-
-def test_names_are_unique_and_shapes_are_those_of_llama() -> None:
-    names = [v.name for v in variant.VARIANTS]
-    assert len(set(names)) == len(names)
-    with torch.device("meta"):
-        block = Llama(SHAPES["llama3-8b"], layers=1, vocabulary=8, sequence=8).blocks[0]
-    assert sum(p.numel() for p in block.parameters()) == 218_112_000

@@ -64,32 +64,37 @@ def test_a_small_nvfp4_cast_by_hand():
     assert traffic.transpose == 2 * (2 * 24_576 + 192 + 256 * 16)
 
 
-def test_a_small_fp8_block_cast_by_hand():
-    traffic = of(HALF, "fp8_block")  # a weight has 2 x 2 blocks and a scale buffer of 2 x 4
-    assert traffic.packed == 2 * (2 * 4)
-    assert traffic.scales == 2 * (8 * 4)
-    assert traffic.cast == 2 * 196_608 + 2 * 16 + 64 + 49_152
-    assert traffic.cast_of_own_scales == 2 * 196_608 + (2 * 16 + 64) // 2 + 49_152
-    assert traffic.transpose == 2 * (2 * 49_152 + 4 * 4 + 8 * 4)
+@pytest.mark.parametrize(
+    ("fmt", "work", "nbytes"),
+    [
+        # a weight has 2 x 2 blocks and a scale buffer of 2 x 4
+        ("fp8_block", "cast_of_own_scales", 2 * 196_608 + (2 * 16 + 64) // 2 + 49_152),
+        ("fp8_block", "transpose", 2 * (2 * 49_152 + 4 * 4 + 8 * 4)),
+        # 256 x 6 amaxes across, 8 x 192 down; buffers [256, 8] and [8, 256]
+        ("mxfp8", "cast", 2 * 196_608 + 2 * 12_288 + 8_192 + 98_304),
+        # a weight has 8 x 6 tiles, and 2 x 2 groups in a buffer of 2 x 4
+        ("mxfp4", "upcast", 2 * (24_576 + 48 + 49_152 + 4 * 8)),
+        # a weight has 16 x 12 tiles, and an operand one scale
+        ("nvfp4:exact_in_fp8", "upcast", 2 * (24_576 + 192 + 49_152 + 4)),
+        # a scale per tensor is not transposed
+        ("fp8_current", "transpose", 2 * 2 * 49_152),
+    ],
+)
+def test_work_by_hand(fmt: str, work: str, nbytes: int):
+    assert getattr(of(HALF, fmt), work) == nbytes
 
 
-def test_a_small_mxfp8_cast_by_hand():
-    traffic = of(HALF, "mxfp8")  # 256 x 6 amaxes across, 8 x 192 down; buffers [256, 8] and [8, 256]
-    assert traffic.packed == 2 * 2 * (1536 + 1536)
-    assert traffic.scales == 2 * (2048 + 2048)
-    assert traffic.codes == 2 * 49_152
-    assert traffic.cast == 2 * 196_608 + 2 * 12_288 + 8_192 + 98_304
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
+def test_spans_of_all_ranks_tile_every_weight(world: int):
+    workload = Workload("w", ((32, 96), (64, 32)), 3, world=world)
+    by_rank = [list(workload.spans(rank)) for rank in range(world)]
+    for index, (rows, columns) in enumerate(workload.shapes):
+        held = sorted((s[index].start, s[index].stop) for s in by_rank if s[index].numel)
+        assert held[0][0] == 0 and held[-1][1] == rows * columns
+        assert all(a[1] == b[0] for a, b in zip(held, held[1:], strict=False))
 
 
-def test_a_small_mxfp4_upcast_by_hand():
-    traffic = of(HALF, "mxfp4")  # a weight has 8 x 6 tiles, and 2 x 2 groups in a buffer of 2 x 4
-    assert traffic.upcast == 2 * (24_576 + 48 + 49_152 + 4 * 8)
-
-
-def test_a_small_upcast_of_exact_nvfp4_by_hand():
-    traffic = of(HALF, "nvfp4:exact_in_fp8")  # a weight has 16 x 12 tiles, and an operand one scale
-    assert traffic.upcast == 2 * (24_576 + 192 + 49_152 + 4)
-
-
-def test_per_tensor_scales_are_not_transposed():
-    assert of(HALF, "fp8_current").transpose == 2 * 2 * 49_152
+def test_shrinking_divides_every_extent():
+    small = A.scaled(32)
+    assert small.layer == ((192, 128), (128, 128), (896, 128), (128, 448)) and small.layers == 1
+    assert (small.rank, small.world, small.name) == (4, 8, "A/32")

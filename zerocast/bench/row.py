@@ -1,6 +1,7 @@
 """Row: a line of the report before it is measured, with its work and workload."""
 
 import difflib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -50,63 +51,34 @@ class Row:
         return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
 
 
-CAST = Work(
-    "cast",
-    work.cast,
-    lambda traffic: traffic.cast,
-    "partial amaxes, scales of all weights, codes of the shard: CastPlan.cast()",
+def _work(attribute: str, name: str, summary: str) -> Work:
+    """Return the work whose job `work.<attribute>` makes, and whose bytes are in `Traffic`."""
+    return Work(name, getattr(work, attribute), operator.attrgetter(attribute), summary)
+
+
+CAST = _work("cast", "cast", "partial amaxes, scales of all weights, codes of the shard: CastPlan.cast()")
+CAST_OF_OWN_SCALES = _work(
+    "cast_of_own_scales", "cast of own scales", "the same where scales are gathered with the codes, as by ZeroAdamW"
 )
-CAST_OF_OWN_SCALES = Work(
-    "cast of own scales",
-    work.cast_of_own_scales,
-    lambda traffic: traffic.cast_of_own_scales,
-    "the same where scales are gathered with the codes, as by ZeroAdamW",
+PARTIAL_AMAX = _work("partial_amax", "partial_amax", "the amaxes of the shard only")
+COMPUTE_SCALES = _work("compute_scales", "compute_scales", "the scales of all weights only")
+PARTIAL_CAST = _work("partial_cast", "partial_cast", "the codes of the shard only")
+AMAX_AND_CAST = _work("amax_and_cast", "amax and cast", "the two stages that follow the shard")
+TRANSPOSE = _work("transpose", "transpose", "columnwise copies of all weights, once gathered")
+UPCAST = _work("upcast", "upcast", "E4M3 operands of 4-bit weights, for a product")
+UPCAST_TRANSPOSED = _work("upcast_transposed", "upcast transposed", "the same for the transposed weights")
+ADAM = _work("adam", "Adam", "AdamW on the shard, without a cast")
+ADAM_8BIT = _work(
+    "adam_8bit", "8-bit Adam", "the same with moments in 8 bits, with amaxes, and with codes of local scales"
 )
-PARTIAL_AMAX = Work(
-    "partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax, "the amaxes of the shard only"
+QUANTIZE_GRADIENT = _work(
+    "quantize_gradient", "quantize gradient", "FP8 codes and scales of a bucket's gradients, as they are sent"
 )
-COMPUTE_SCALES = Work(
-    "compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales, "the scales of all weights only"
-)
-PARTIAL_CAST = Work(
-    "partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast, "the codes of the shard only"
-)
-AMAX_AND_CAST = Work(
-    "amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast, "the two stages that follow the shard"
-)
-TRANSPOSE = Work(
-    "transpose", work.transpose, lambda traffic: traffic.transpose, "columnwise copies of all weights, once gathered"
-)
-UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "E4M3 operands of 4-bit weights, for a product")
-UPCAST_TRANSPOSED = Work(
-    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same for the transposed weights"
-)
-ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
-ADAM_8BIT = Work(
-    "8-bit Adam",
-    work.adam_8bit,
-    lambda traffic: traffic.adam_8bit,
-    "the same with moments in 8 bits, with amaxes, and with codes of local scales",
-)
-QUANTIZE_GRADIENT = Work(
-    "quantize gradient",
-    work.quantize_gradient,
-    lambda traffic: traffic.quantize_gradient,
-    "FP8 codes and scales of a bucket's gradients, as they are sent",
-)
-ADD_GRADIENTS = Work(
-    "add gradients", work.add_gradients, lambda traffic: traffic.add_gradients, "the sum of such messages in FP32"
-)
-STEP = Work(
-    "whole step",
-    work.step,
-    lambda traffic: traffic.step,
-    "AdamW with amaxes and codes of local scales in one pass, then other codes",
-)
-STEP_IN_TWO_PASSES = Work(
+ADD_GRADIENTS = _work("add_gradients", "add gradients", "the sum of such messages in FP32")
+STEP = _work("step", "whole step", "AdamW with amaxes and codes of local scales in one pass, then other codes")
+STEP_IN_TWO_PASSES = _work(
+    "step_in_two_passes",
     "two-pass step",
-    work.step_in_two_passes,
-    lambda traffic: traffic.step_in_two_passes,
     "the same if all codes wait for reduced amaxes, as codes of shared blocks do",
 )
 

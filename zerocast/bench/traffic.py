@@ -174,6 +174,11 @@ class Traffic:
         """
         return self._whole(self._upcast_of)
 
+    @property
+    def upcast_transposed(self) -> int:
+        """The same bytes in another order."""
+        return self.upcast
+
     def _upcast_of(self, rows: int, columns: int) -> int:
         data = nbytes(buffers(self.fmt, (rows, columns), NOMINAL)["rowwise_data"])
         return (
