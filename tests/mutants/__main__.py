@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.nearest import Imports, enclosing_function
+from tests.mutants.nearest import enclosing_function, nearest_tests
 from tests.mutants.sites import Site, sites
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,11 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * chosen.budget
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    sample, answers, imports = (
-        draw(chosen.seed, chosen.only, chosen.count),
-        Answers(chosen.seed, chosen.only),
-        Imports(ROOT),
-    )
+    sample, answers = draw(chosen.seed, chosen.only, chosen.count), Answers(chosen.seed, chosen.only)
     known = {(answer.path, answer.line) for answer in answers.known}
     for answer in answers.known:
         print(answer, flush=True)
@@ -250,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() >= deadline:
                 return None
             function = enclosing_function(site.path, (ROOT / site.path).read_bytes(), site.line)
-            tests, copy = imports.nearest_tests(site.path, function), copies.get()
+            tests, copy = nearest_tests(ROOT, site.path, function), copies.get()
             try:
                 return copy.ask(site, tests, chosen.seconds)
             finally:
