@@ -20,40 +20,13 @@ _SPEC.loader.exec_module(collect_pages)
 NAVIGATION: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 SOURCES: dict[str, str] = collect_pages.sources()
 PAGES = {place for place in SOURCES.values() if place.endswith(".md")}
-AT_THE_TOP, IN_A_SECTION = 10, 13
-AUDIENCES = (
-    "Megatron",
-    "FSDP2",
-    "torchtitan",
-    "TransformerEngine",
-    "Apex",
-    "Hugging Face",
-    "Lightning",
-    "ZeRO",
-    "Kernels",
-    "Operations",
-)
-
-
-def named(entries: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The names and pages below some entries, in their order."""
-    for entry in entries:
-        ((name, value),) = entry.items()
-        yield from named(value) if isinstance(value, list) else [(name, value)]
 
 
 def listed(entries: list[dict[str, Any]]) -> Iterator[str]:
     """The pages below some entries, in their order."""
-    return (page for _, page in named(entries))
-
-
-def sections(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """All sections below some entries, by name."""
     for entry in entries:
-        ((name, value),) = entry.items()
-        if isinstance(value, list):
-            yield name, value
-            yield from sections(value)
+        ((_, value),) = entry.items()
+        yield from listed(value) if isinstance(value, list) else [value]
 
 
 def linked(page: str) -> Iterator[str]:
@@ -84,13 +57,6 @@ def test_every_page_can_be_reached() -> None:
     assert sorted(PAGES - reached) == [], "link them from a page that is listed"
 
 
-def test_few_entries_and_one_for_each_audience() -> None:
-    assert len(NAVIGATION) <= AT_THE_TOP
-    assert {name: len(entries) for name, entries in sections(NAVIGATION) if len(entries) > IN_A_SECTION} == {}
-    top = " ".join(next(iter(entry)) for entry in NAVIGATION)
-    assert [name for name in AUDIENCES if name not in top] == []
-
-
 @pytest.mark.parametrize("link", ["[a page](nowhere.md)", "![a picture](nowhere.svg)", "[a folder](../nowhere)"])
 def test_a_broken_link_ends_the_build(link: str) -> None:
     """Zensical 0.0.73 passes over pictures and folders that are not there."""
@@ -110,10 +76,3 @@ def test_what_is_no_page_becomes_text_and_code_stays() -> None:
 def test_pictures_load_nothing(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert "http" not in text and "<script" not in text and "<title>" in text
-
-
-def test_no_page_needs_a_program_to_be_drawn() -> None:
-    """The site, a checkout and a package index show an SVG; Mermaid is JavaScript, from somebody's host."""
-    assert [
-        page for page in collect_pages.sources() if page.endswith(".md") and "```mermaid" in (ROOT / page).read_text()
-    ] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.suites.__main__ import HERE, Compared, expected_differences, pins, problem_of, run
+from tests.suites.__main__ import HERE, Compared, expected_differences, pins, run
 from tests.suites.suites import SUITES, Suite
 
 TESTS = """
@@ -65,14 +65,6 @@ def test_another_commit_is_not_run(
     said = capfd.readouterr().out
     assert "SKIPPED made up" in said
     assert "no suite was run" in said
-
-
-def test_another_version_of_a_debian_package_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "debian").mkdir()
-    changelog = tmp_path / "debian" / "changelog"
-    changelog.write_text("peer (2.0-1) unstable; urgency=medium\n\npeer (1.0-1) unstable; urgency=medium\n")
-    assert problem_of(tmp_path, "2.0-1") == ""
-    assert "is not version 1.0-1" in problem_of(tmp_path, "1.0-1")
 
 
 def test_an_expected_difference_that_is_none_any_more_is_outdated() -> None:
