@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from examples.gpt_pretrain import interrupt
 from examples.gpt_pretrain.run_log import Record, read_records
 
 ROOT = Path(__file__).resolve().parents[2]  # where `-m examples.gpt_pretrain.train` can be found
@@ -112,7 +111,7 @@ class Run:
         self._process.wait()
 
     def __enter__(self) -> "Run":
-        with interrupt.held() as interrupts, self._console.open("wb") as console:
+        with self._console.open("wb") as console:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
                 cwd=ROOT,
@@ -121,16 +120,9 @@ class Run:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if interrupts:
-            self._end()
-            raise KeyboardInterrupt
         return self
 
     def __exit__(self, *_: object) -> None:
-        with interrupt.held():  # a second Ctrl-C must not leave processes behind
-            self._end()
-
-    def _end(self) -> None:
         if not self.has_ended:
             os.killpg(self._process.pid, signal.SIGTERM)  # torchrun and its ranks are one group
             try:

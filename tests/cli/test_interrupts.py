@@ -225,13 +225,3 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
     monkeypatch.setattr(plan_report, "_plot", plot)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
-
-
-def test_an_interrupt_within_the_exec_of_a_string(tmp_path: Path) -> None:
-    """Python remembers it, though the example caught it, and would end `python -m` by SIGINT."""
-    run = "lambda: exec('raise KeyboardInterrupt')"
-    code = f"from examples.gpt_pretrain import interrupt; interrupt.run({run})"
-    (tmp_path / "pressed.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-m", "pressed"], check=False, cwd=tmp_path, env=environment)
-    assert ended.returncode == 130

@@ -1,8 +1,4 @@
-"""The runs of a study on disk; a finished run is not repeated.
-
-The records of runs can be copied between machines as one file (`write_store`), so that a study can
-run in slices of time on several.
-"""
+"""The runs of a study on disk; a finished run is not repeated."""
 
 import dataclasses
 import json
@@ -18,29 +14,12 @@ from examples.gpt_pretrain.run_log import Record, read_records
 from examples.gpt_pretrain.study.plan import Job
 
 TIMEOUT = 3600.0  # seconds after which a run is ended as hung
-PLACE = ("out", "data", "elastic", "checkpoint_every")  # fields of a configuration that change no bit of a run
+PLACE = ("out", "data")  # fields of a configuration that change no bit of a run
 
 
-def write_store(path: Path, runs: Mapping[Job, Sequence[Record]]) -> None:
-    """Write the records of finished runs into one file, one line per run."""
-    lines = [json.dumps({"name": job.name, "records": list(records)}) + "\n" for job, records in runs.items()]
-    path.write_text("".join(lines))
-
-
-def read_store(path: Path | None) -> dict[str, list[Record]]:
-    """Return a dict from name of a run in a store to its records; empty without a file."""
-    if path is None or not path.exists():
-        return {}
-    return {line["name"]: line["records"] for line in map(json.loads, path.read_text().splitlines())}
-
-
-def finished(job: Job, out: Path, known: Mapping[str, list[Record]] | None = None) -> list[Record] | None:
-    """Return the records of a finished run below `out`, or in the store `known`, with the
-    configuration of `job`, or None.
-    """
+def finished(job: Job, out: Path) -> list[Record] | None:
+    """Return the records of a finished run below `out` with the configuration of `job`, or None."""
     records = read_records(out / job.name / "metrics.jsonl")
-    if not records or records[-1]["event"] != "end":
-        records = (known or {}).get(job.name, [])
     if not records or records[-1]["event"] != "end":
         return None
     start = records[0]
@@ -60,8 +39,7 @@ def train(
     """
     progress.start(job.name)
     folder = out / job.name
-    if not job.config.elastic:  # which continues from a checkpoint of an earlier attempt
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
     run = Run(
         folder,
         command_line(job.config),
