@@ -15,9 +15,7 @@ from tests.apex.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.apex.training import Case, Run
 from tests.hosts.stopping import Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
-from tests.hosts.zero_adamw import SPECS
-from tests.optim.probe import Spec
-from zerocast import QuantizedWeight
+from tests.hosts.zero_adamw import FROZEN, SPECS, all_kinds
 
 if not WHY_NOT:
     from zerocast.integrations.apex import DistributedFusedAdam
@@ -26,19 +24,12 @@ if not WHY_NOT:
 CASE = Case(SPECS, max_norm=0.5, options={"param_sync_dtype": torch.bfloat16})
 
 
-def all_kinds(fmt: str) -> Case:
-    """Small parameters of all kinds, the first one in this format. Apex clips in FP32, which is not to the bit."""
-    specs = (
-        Spec("nv", (48, 32), fmt),
-        Spec("delayed", (32, 32), "fp8_delayed:amax_history_len=3"),
-        Spec("norm", (32,), group=1),
-        Spec("frozen", (32, 32), "nvfp4"),
-        Spec("frozen_norm", (32,)),
-    )
-    return Case(specs, options=CASE.options, frozen=("frozen", "frozen_norm"))
-
-
-CASES = {"sync": CASE, ALL_KINDS: all_kinds("nvfp4"), OTHER_FORMATS: all_kinds("fp8_current")}
+# Without clipping, which Apex does in FP32, not to the bit.
+CASES = {
+    "sync": CASE,
+    ALL_KINDS: Case(all_kinds("nvfp4"), options=CASE.options, frozen=FROZEN),
+    OTHER_FORMATS: Case(all_kinds("fp8_current"), options=CASE.options, frozen=FROZEN),
+}
 APEX = "tests.apex.host_on_cpu:apex"
 
 
@@ -51,12 +42,6 @@ class Fused(HostUnderTest):
         *(Place(APEX, name) for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
         *(Place(APEX, name, "after") for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
     )
-    NAMES: ClassVar[dict[str, str]] = {
-        "quantized": "nv",
-        "plain": "norm",
-        "frozen quantized": "frozen",
-        "frozen plain": "frozen_norm",
-    }
     BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.integrations.apex.buckets:QuantizedBuckets", "finish"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
@@ -175,14 +160,6 @@ class Fused(HostUnderTest):
 
     def recast(self) -> None:
         self._optimizer.refresh()
-
-    def product(self, x: Tensor) -> Tensor:
-        """All parameters beside each other."""
-        parts = [
-            nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
-            for parameter in self._run.probe.parameters()
-        ]
-        return torch.cat(parts, -1)
 
     @property
     def other_recipe(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import zerocast
 from tests import casts
 from tests.hosts.stopping import Place
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
-from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
+from zerocast import CastPlan, ZeroAdamW
 from zerocast.distributed.group import Group
 
 FORMATS = {ALL_KINDS: "nvfp4", OTHER_FORMATS: "fp8_current"}
@@ -24,12 +24,6 @@ class AttachedPlan(HostUnderTest):
 
     VARIANTS = (ALL_KINDS,)
     PLACES = ()
-    NAMES: ClassVar[dict[str, str]] = {
-        "quantized": "nv",
-        "plain": "norm",
-        "frozen quantized": "frozen",
-        "frozen plain": "frozen_norm",
-    }
     BREAKS: ClassVar[dict[str, Place]] = {"cast": Place("zerocast.cast.plan:CastPlan", "launch")}
     CANNOT: ClassVar[dict[str, str]] = {
         "a step breaks off": "the step is torch's; what breaks off after it is a cast",
@@ -161,14 +155,6 @@ class AttachedPlan(HostUnderTest):
     def master(self, kind: str) -> Tensor:
         """A plain parameter is its own."""
         return self._master if kind == "quantized" else self.parameter(kind)
-
-    def product(self, x: Tensor) -> Tensor:
-        """All parameters beside each other."""
-        parts = [
-            nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
-            for parameter in self._model.parameters()
-        ]
-        return torch.cat(parts, -1)
 
     @property
     def other_recipe(self) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Host, CastDriver and Patches without a training host: what every host relies on."""
 
 import contextlib
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -120,15 +119,6 @@ def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> 
     assert not attached.plan.validity.partial and zerocast.verify(attached).ok
 
 
-def test_weights_of_a_host_have_one_owner() -> None:
-    host = Trained()
-    attached = host.attach()
-    with pytest.raises(ValueError, match="a host writes weights of this CastPlan"):
-        host.attach()
-    del attached
-    host.attach()
-
-
 def test_an_exception_between_two_casts_is_told_by_the_second() -> None:
     """Nobody waits for the first, which was made, or for one without peers."""
     made, alone, second, third = [mock.Mock() for _ in range(4)]
@@ -162,16 +152,6 @@ def test_patches_give_back_what_was_there() -> None:
         assert (one.method(), Kind().method()) == ("2 1 theirs", "patched") and not hasattr(one, "held")
         raise ZeroDivisionError
     assert vars(one) == state and Kind().method() == "theirs"
-
-
-def test_patches_that_are_kept_are_given_back_later() -> None:
-    module = SimpleNamespace(name="before")
-    with Patches() as patches:
-        patches.apply([Patch(module, "name", "after"), Patch(module, "more", 1)])
-        kept = patches.pop_all()
-    assert vars(module) == {"name": "after", "more": 1}
-    kept.close()
-    assert vars(module) == {"name": "before"}
 
 
 @pytest.mark.notices(

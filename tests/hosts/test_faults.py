@@ -185,6 +185,12 @@ def alone() -> list[Any]:
     where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
     answer="the others raise within the timeout, a stopped rank when it continues, and no rank steps or saves",
 )
+@pytest.mark.notices(
+    "a forward or backward pass raises on one rank alone",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="that rank has its error; the others wait for it in their next collective for the timeout of their group, as in "
+    "bf16, and take no step",
+)
 @pytest.mark.parametrize(("host", "variant", "place", "fault", "world"), alone())
 def test_a_rank_that_fails_alone(
     ranks: Ranks, tmp_path: Path, host: str, variant: str, place: Place, fault: str, world: int

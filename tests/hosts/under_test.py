@@ -34,7 +34,12 @@ class HostUnderTest(abc.ABC):
     VARIANTS: ClassVar[tuple[str, ...]]
     PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load of the first variant
     MORE_PLACES: ClassVar[dict[str, tuple[Any, ...]]] = {}  # those that other variants have beside them
-    NAMES: ClassVar[dict[str, str]] = {}  # a parameter of each kind, in ALL_KINDS
+    NAMES: ClassVar[dict[str, str]] = {  # a parameter of each kind, in ALL_KINDS
+        "quantized": "nv",
+        "plain": "norm",
+        "frozen quantized": "frozen",
+        "frozen plain": "frozen_norm",
+    }
     BREAKS: ClassVar[
         dict[str, Any]
     ] = {}  # the `stopping.Place` where a "step", "load" or "cast" breaks off on one rank
@@ -134,8 +139,12 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
-        """A forward pass through all parameters; `x` is `[8, 32]` in bf16."""
-        raise NotImplementedError
+        """A forward pass through all parameters, here beside each other; `x` is `[8, 32]` in bf16."""
+        parts = [
+            torch.nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
+            for parameter in self.model.parameters()
+        ]
+        return torch.cat(parts, -1)
 
     def backward(self, loss: Tensor) -> None:
         """A backward pass as the host takes it, up to the step."""

@@ -45,31 +45,30 @@ RUNS = {
 GROUP = "zerocast.distributed.group:Group"
 
 
-def all_kinds(fmt: str) -> Run:
+FROZEN = ("frozen", "frozen_norm")
+
+
+def all_kinds(fmt: str) -> tuple[Spec, ...]:
     """Small parameters of all kinds, the first one in this format."""
-    specs = (
+    return (
         Spec("nv", (48, 32), fmt),
         Spec("delayed", (32, 32), "fp8_delayed:amax_history_len=3"),
-        Spec("norm", (32,)),
+        Spec("norm", (32,), group=1),
         Spec("frozen", (32, 32), "nvfp4"),
         Spec("frozen_norm", (32,)),
     )
-    return Run(specs, config=CONFIG, frozen=("frozen", "frozen_norm"))
 
 
-KINDS = {ALL_KINDS: all_kinds("nvfp4"), OTHER_FORMATS: all_kinds("fp8_current")}
+KINDS = {
+    kind: Run(all_kinds(fmt), config=CONFIG, frozen=FROZEN)
+    for kind, fmt in ((ALL_KINDS, "nvfp4"), (OTHER_FORMATS, "fp8_current"))
+}
 
 
 class Zero(HostUnderTest):
     """A ZeroAdamW, or a ZeroMuon, and its checkpoints."""
 
     VARIANTS = tuple(RUNS)
-    NAMES: ClassVar[dict[str, str]] = {
-        "quantized": "nv",
-        "plain": "norm",
-        "frozen quantized": "frozen",
-        "frozen plain": "frozen_norm",
-    }
     BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.optim.gather:WeightGather", "start", "after"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
@@ -192,14 +191,6 @@ class Zero(HostUnderTest):
     def recast(self) -> None:
         """A load of what is there."""
         self._optimizer.load_state_dict(self._optimizer.state_dict())
-
-    def product(self, x: Tensor) -> Tensor:
-        """All parameters beside each other."""
-        parts = [
-            nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
-            for parameter in self._probe.parameters()
-        ]
-        return torch.cat(parts, -1)
 
     @property
     def other_recipe(self) -> dict[str, str]:

@@ -161,16 +161,6 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
     return sum(float(found["loss"]) for found in losses)
 
 
-def other_experts(parallel: Parallel) -> str:
-    """What is said where rank 0 has its experts in another format than the ranks that share them."""
-    if dist.get_rank() == 0:
-        parallel = replace(parallel, formats="fp8_block")
-    with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
-        said = error_of(lambda: _build(replace(parallel, pattern="*.experts.*")))
-        dist.barrier()
-        return said
-
-
 def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
     """By matrix, what an update by Muon reads of its master: of a model without quantized weights, and of one with them."""
     with groups(**parallel.sizes()), host(), muon.muon_in_the_host():

@@ -165,16 +165,6 @@ def begins_with(case: Case) -> bool:
         return all(torch.equal(param.float(), masters[name]) for name, param in plain.named_parameters())
 
 
-def _twice(case: Case) -> None:
-    run, _ = build_attached(case)
-    integration.attach(run.optimizer, run.ddp)
-
-
-def _not_laid_out(case: Case) -> None:
-    with integration.quantized_params():
-        build_optimizer(case, [training.build_chunk(case)])
-
-
 def _with_biases(case: Case) -> None:
     with integration.quantized_params():
         build(case, biases=True)
@@ -198,11 +188,6 @@ def _other_recipes(first: str, second: str) -> Callable[[Case], None]:
 
 
 MISTAKES: dict[str, tuple[Callable[[Case], None], str]] = {
-    "twice": (_twice, r"RuntimeError: a \w+ is attached already: detach\(\) first"),
-    "not laid out": (
-        _not_laid_out,
-        "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing",
-    ),
     "experts with biases": (
         _with_biases,
         "ValueError: .*bias of an expert is not a matrix, .* set add_bias_linear=False",

@@ -309,19 +309,6 @@ def grouped(fmt: str) -> Any:
     )
 
 
-def grouped_experts() -> str:
-    """What `attach` says of a tensor that holds several experts."""
-    with host(ALL_LAYERS):
-        with integration.quantized_params():
-            run = build(Case("nvfp4", te=ALL_LAYERS))
-        tensor = grouped("nvfp4")
-        assert importlib.import_module(megatron_names.FP8).is_grouped_tensor_with_quantized_storage(tensor)
-        for buffer in run.optimizer.chained_optimizers[0].buffers:
-            if buffer.param_dtype == torch.uint8:
-                buffer.params.append(tensor)
-        return error_of(lambda: integration.attach(run.optimizer, run.ddp))
-
-
 def grouped_in_a_model(fmt: str) -> str:
     """What is said where a layer of TransformerEngine's with one weight for two experts is wrapped."""
     with host(ALL_LAYERS), integration.quantized_params():

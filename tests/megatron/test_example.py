@@ -1,6 +1,5 @@
 """The GPT example trains: Megatron's own model, with attention and MLP weights quantized."""
 
-import subprocess
 import sys
 from unittest import mock
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu, needs_four_bits, needs_megatron
-from tests.megatron.training import NARROW
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -32,11 +30,3 @@ def test_the_loss_falls_as_in_bf16(ranks: Ranks, fmt: str) -> None:
     assert first == second
     assert bf16[-1] < bf16[0] - 0.5
     assert abs(first[-1] - bf16[-1]) < 0.1
-
-
-@pytest.mark.slow
-def test_the_launch_line() -> None:
-    line = "-m torch.distributed.run --nproc-per-node 2 -m examples.megatron.pretrain_gpt --cpu --steps 2 --format"
-    command = [sys.executable, *line.split(), NARROW]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert "step    1  loss" in said.stdout

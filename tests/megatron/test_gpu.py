@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import muon, offloading, test_attach, test_delayed, test_metrics
+from tests.megatron import muon, offloading, test_delayed, test_metrics
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
@@ -119,13 +119,6 @@ def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
         assert losses == expected
         assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes
         assert samples[-1].nbytes["weight_gather"] and samples[-1].milliseconds["forward and backward/all_gather"]
-
-
-@pytest.mark.parametrize("world", [ONE, TWO])
-def test_a_forced_sync_and_masters_by_hand(gpu_ranks: Ranks, world: int) -> None:
-    for found in gpu_ranks(world)(test_attach.forced_sync, timeout=SECONDS):
-        assert not found.first and not found.second and all(found.same.values())
-    assert gpu_ranks(world)(test_attach.masters_by_hand, timeout=SECONDS) == [{}] * world
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])

@@ -69,18 +69,6 @@ def test_weights_of_transformer_engine(ranks: Ranks, overlap: bool) -> None:
 
 
 @pytest.mark.slow
-def test_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    save = ("--train-iters", "2", "--save", folder, "--save-interval", "2")
-    masters = on(ranks, 2)(installing.train, *save)[0]["masters"]
-    held = on(ranks, 3)(installing.begun, "--train-iters", "3", "--load", folder, "--override-opt_param-scheduler")
-    assert all(same(one, masters) for one in held)
-    flags = ("--train-iters", "3", "--load", folder, "--override-opt_param-scheduler")
-    for left in on(ranks, 3)(installing.train, *flags):
-        assert not left["stale"] and list(left["losses"]) == [3]
-
-
-@pytest.mark.slow
 def test_a_checkpoint_in_bf16_gives_masters_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     masters = on(ranks, 2)(installing.plain, "--train-iters", "1", "--save", folder, "--save-interval", "1")[0][
@@ -95,19 +83,6 @@ def test_by_the_command_line(ranks: Ranks) -> None:
     by_call, by_flag = on(ranks, 2)(installing.train, *flags)[0], on(ranks, 2)(installing.by_the_flag, *flags)[0]
     assert by_flag["losses"] == by_call["losses"] and same(by_flag["masters"], by_call["masters"])
     assert not by_flag["stale"] and by_flag["weights"] == by_call["weights"]
-
-
-@pytest.mark.slow
-def test_optimizer_cpu_offload(ranks: Ranks, tmp_path: Path) -> None:
-    """A run that goes on from a checkpoint, on the host what was on the GPU, is the one that was not interrupted."""
-    folder = str(tmp_path / "checkpoint")
-    save = ("--save", folder, "--save-interval", "2")
-    through = on(ranks, 2)(installing.train_offloaded, "--train-iters", "4", *save)[0]
-    assert not through["stale"] and through["losses"][4] < through["losses"][1] and through["offloaded"] > 0
-    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = on(ranks, 2)(installing.train_offloaded, "--train-iters", "4", "--load", folder)[0]
-    assert resumed["losses"] == {step: through["losses"][step] for step in (3, 4)}
-    assert same(resumed["masters"], through["masters"]) and not resumed["stale"]
 
 
 def test_the_norm_of_masters_in_host_memory(ranks: Ranks) -> None:
@@ -139,14 +114,6 @@ def test_uninstall_gives_everything_back(ranks: Ranks) -> None:
         assert not changed
         assert said.startswith("RuntimeError: step of") and "which was detached" in said
         assert not plain["weights"]
-
-
-@pytest.mark.slow
-def test_layers_count_through_all_stages(ranks: Ranks) -> None:
-    first, last = on(ranks, 2)(installing.names_of_layers)
-    assert not first
-    assert set(last.values()) == {"fp8_block"} and len(last) == 2
-    assert all(".layers.0.mlp." in name for name in last)
 
 
 @pytest.mark.slow

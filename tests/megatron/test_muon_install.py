@@ -84,10 +84,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         _with("--muon-scalar-optimizer", "lion"),
         "ValueError: .*muon_scalar_optimizer='lion' is not supported: use 'adam'",
     ),
-    "experts with biases": (
-        _with(*EXPERTS, without="--disable-bias-linear"),
-        "ValueError: .*bias of an expert is not a matrix, .* set add_bias_linear=False",
-    ),
     "an older release": (
         _in_an_older_release,
         "ValueError: .*--optimizer muon is not supported: this megatron-core has no layout .*; 0.19 does",

@@ -1,6 +1,5 @@
 """The precision-aware optimizer: TransformerEngine's FusedAdam with narrow moments, FP32 masters outside of it that are cast."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.megatron.checkpoints import State, loaded, saved
-from tests.megatron.host_on_cpu import WHY_NOT, needs_four_bits, needs_megatron
+from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.te import needs_te
 from tests.megatron.training import (
     ALL_LAYERS,
@@ -18,7 +17,6 @@ from tests.megatron.training import (
     Case,
     Run,
     build,
-    build_attached,
     build_chunk,
     build_optimizer,
     train,
@@ -26,9 +24,6 @@ from tests.megatron.training import (
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast.integrations import megatron as integration
-
-if not WHY_NOT:
-    pass
 
 
 def built_outside(case: Case) -> str:
@@ -47,14 +42,6 @@ def optimizer_inside(case: Case) -> dict[str, int]:
         integration.attach(run.optimizer, ddp)
         run.step(0)
         return run.stale_bytes()
-
-
-def half_masters() -> str:
-    """What is said where masters are FP16."""
-    options = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
-    case = dataclasses.replace(Case("fp8_current", fused_adam=True), options=options)
-    with case.host():
-        return error_of(lambda: build_attached(case))
 
 
 pytestmark = [needs_megatron, needs_te]
@@ -99,5 +86,3 @@ def test_other_numbers_of_ranks(
 def test_masters_inside_the_fused_adam_are_refused(ranks: Ranks) -> None:
     for said in ranks(2)(built_outside, case(torch.bfloat16, "fp8_current", te=ALL_LAYERS)):
         assert re.match(r"ValueError: use_precision_aware_optimizer keeps .*inside quantized_params\(\)", said), said
-    for said in ranks(2)(half_masters):
-        assert re.match("ValueError: main_params_dtype is not supported: .* leave it at torch.float32", said), said

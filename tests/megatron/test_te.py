@@ -124,11 +124,6 @@ def test_several_experts_in_one_tensor_are_refused(ranks: Ranks, fmt: str) -> No
         assert re.match("ValueError: experts.weight is a GroupedTensor with the codes of several experts", said), said
 
 
-def test_several_experts_in_one_tensor_are_not_attached(ranks: Ranks) -> None:
-    for said in ranks(2)(te_attaching.grouped_experts):
-        assert re.match("TypeError: .* is a GroupedTensor, .* set moe_single_grouped_weight=False", said), said
-
-
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
     for said in ranks(1)(te_attaching.without_a_seam):
         assert "with TransformerEngine's tensors, has no _post_param_sync" in said

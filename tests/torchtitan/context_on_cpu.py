@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 SEQUENCE = 2  # the dimension of `[batch, heads, sequence, channels]`
 
@@ -36,19 +35,3 @@ def gathered_attention(modules: Sequence[nn.Module], mesh: DeviceMesh, attention
 
     for module in modules:
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-
-
-def compare_with_whole(length: int = 16) -> float:
-    """How far outputs and gradients on this rank are from those of the attention over the whole sequence."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(0)
-    whole = [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(3)]
-    mine = positions(length, ranks)[rank]
-    cut = [x.detach()[:, :, mine].requires_grad_() for x in whole]
-    attention = nn.Module()
-    gathered_attention([attention], init_device_mesh("cpu", (ranks,)), "sdpa")
-    expected, found = F.scaled_dot_product_attention(*whole, is_causal=True), attention(*cut)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    pairs = [(found, expected[:, :, mine])] + [(c.grad, w.grad[:, :, mine]) for c, w in zip(cut, whole, strict=True)]
-    return max(float((a - b).abs().max()) for a, b in pairs)

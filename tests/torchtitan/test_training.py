@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchtitan.context_on_cpu import compare_with_whole
 from tests.torchtitan.host_on_cpu import needs_torchtitan
 from tests.torchtitan.training import EXPERTS, MIXED, SLICED, TENSOR, Case, amaxes_are_measured, train
 from tests.workers import Ranks
@@ -77,12 +76,6 @@ def test_gathered_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str, tmp
     for losses, complaints, differences in ranks(world)(train, case, str(tmp_path)):
         assert not complaints and not differences
         assert len(losses) == case.steps and losses[-1] < losses[0] - 0.1
-
-
-def test_attention_over_a_sequence_that_is_cut(ranks: Ranks) -> None:
-    """What stands for torch's context parallelism on the CPU attends to all of it: outputs and gradients."""
-    for far in ranks(2)(compare_with_whole):
-        assert far < 1e-5
 
 
 def test_the_step_of_the_container_leaves_the_amaxes_that_it_measured(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -156,28 +155,6 @@ def fabric(folder: Path) -> Found:
     before = value(fresh)
     said = error_of(lambda: runner.load(f"{URL}/fabric", fresh))
     return [*found, ("from two saves", "are from two saves" in said), ("as before", value(fresh) == before)]
-
-
-def transformers(folder: Path) -> Found:
-    """accelerate and transformers write and read local files, and say so."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    from zerocast.integrations.huggingface import Accelerator, Trainer
-
-    small = LlamaConfig(hidden_size=32, intermediate_size=32, vocab_size=32, num_attention_heads=2, num_hidden_layers=1)
-    model = zerocast.quantize_(LlamaForCausalLM(small), {"*_proj.weight": "fp8_block"})
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
-    quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1}
-    at_url = TrainingArguments(URL, **quiet)
-    local = Trainer(model, TrainingArguments(str(folder), **quiet), train_dataset=rows)
-    accelerator = Accelerator(cpu=True)
-    calls: dict[str, Callable[[], Any]] = {
-        "save_state": lambda: accelerator.save_state(URL),
-        "load_state": lambda: accelerator.load_state(URL),
-        "output_dir": lambda: Trainer(model, at_url, train_dataset=rows),
-        "resume_from_checkpoint": lambda: local.train(resume_from_checkpoint=f"{URL}/checkpoint-1"),
-    }
-    return [(name, "is a URL, expected a local path" in error_of(call)) for name, call in calls.items()]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every field of transformers' TrainingArguments is obeyed by our Trainer, or refused before training with what to do."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 
 import zerocast
+from tests.workers import error_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make readers")
 
@@ -20,52 +22,32 @@ from zerocast.integrations.huggingface.trainer import REFUSED, REFUSED_OF_OPTIMI
 
 # Read by the stock Trainer, by its data loaders or by accelerate, whose code is not changed here, or of no effect in the stock
 # Trainer either. A field that a release of transformers adds fails the test until it is put into one of the sets.
+_READ_ELSEWHERE = """
+output_dir do_train do_eval do_predict resume_from_checkpoint seed data_seed full_determinism num_train_epochs
+max_steps per_device_train_batch_size gradient_accumulation_steps max_grad_norm average_tokens_across_devices
+label_smoothing_factor neftune_noise_alpha torch_empty_cache_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps
+label_names length_column_name use_cache bf16 fp16 bf16_full_eval fp16_full_eval tf32 use_cpu local_rank
+accelerator_config activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
+gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
+liger_kernel_config debug skip_memory_metrics ddp_backend ddp_timeout logging_strategy logging_steps
+logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
+disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
+eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_strategy
+save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model greater_is_better
+ignore_data_skip restore_callback_states_from_checkpoint remove_unused_columns train_sampling_strategy
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+"""
 OBEYED = {
-    *(
-        "output_dir",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "resume_from_checkpoint",
-        "seed",
-        "data_seed",
-        "full_determinism",
-    ),
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
-    *("average_tokens_across_devices", "label_smoothing_factor", "neftune_noise_alpha", "torch_empty_cache_steps"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "label_names", "length_column_name", "use_cache"),
-    *("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "use_cpu", "local_rank", "accelerator_config"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    *("use_liger_kernel", "liger_kernel_config", "debug", "skip_memory_metrics", "ddp_backend", "ddp_timeout"),
-    *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
-    *("include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name"),
-    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *(
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "eval_on_start",
-    ),
-    *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-    *("batch_eval_metrics", "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
-    *("enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
-    *("hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *(
-        "ignore_data_skip",
-        "restore_callback_states_from_checkpoint",
-        "remove_unused_columns",
-        "train_sampling_strategy",
-    ),
-    *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    *_READ_ELSEWHERE.split(),
     # a parameter without a gradient counts as zero, as with True
     "ddp_find_unused_parameters",
     # read with `fsdp` alone
     "fsdp_config",
 }
+URL = "memory://runs"
 OF_OPTIMIZER = {"optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 ROWS = [{"input_ids": torch.arange(8) + shift, "labels": torch.arange(8) + shift} for shift in range(8)]
 
@@ -79,7 +61,7 @@ def model() -> Any:
     return zerocast.quantize_(made, {"*_proj.weight": "fp8_block"}, dtype=torch.bfloat16)
 
 
-def trainer_of(folder: Path, **options: Any) -> Any:
+def trainer_of(folder: Path | str, **options: Any) -> Any:
     """A Trainer with fields of TrainingArguments that are set after its own checks, which ask for GPUs."""
     arguments = transformers.TrainingArguments(
         str(folder), use_cpu=True, bf16=True, report_to=[], disable_tqdm=True, max_steps=2, learning_rate=1e-2
@@ -140,3 +122,34 @@ def test_checkpoints_with_the_model_alone(tmp_path: Path) -> None:
     assert zerocast.verify(trainer._zero()).ok
     with pytest.raises(ValueError, match="has no masters and moments, as with save_only_model=True"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_refused_where_a_run_would_not_reduce_its_gradients(tmp_path: Path) -> None:
+    """Several GPUs in one process, a model without quantized weights, and an optimizer that is not ours."""
+    trainer = trainer_of(tmp_path)
+    trainer.args._n_gpu += 2
+    for call in (trainer.train, lambda: trainer.evaluate(ROWS)):
+        assert "start a process a GPU (torchrun" in error_of(call)
+    arguments = trainer_of(tmp_path).args
+    plain = transformers.LlamaForCausalLM(model().config)
+    said = error_of(Trainer(plain, arguments, train_dataset=ROWS).train)
+    assert "call zerocast.quantize_(model, recipe) before" in said
+    net = model()
+    sgd = torch.optim.SGD([p for p in net.parameters() if type(p) is torch.nn.Parameter], lr=0.1)
+    assert "not SGD" in error_of(Trainer(net, arguments, train_dataset=ROWS, optimizers=(sgd, None)).train)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: Accelerator(cpu=True).save_state(URL),
+        lambda folder: Accelerator(cpu=True).load_state(URL),
+        lambda folder: trainer_of(URL),
+        lambda folder: trainer_of(folder).train(resume_from_checkpoint=f"{URL}/checkpoint-1"),
+    ],
+    ids=["save_state", "load_state", "output_dir", "resume_from_checkpoint"],
+)
+def test_files_are_local(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    """accelerate and transformers write and read local files, and say so."""
+    with pytest.raises(ValueError, match="is a URL, expected a local path"):
+        call(tmp_path)

@@ -1,6 +1,4 @@
-"""Trainers with checkpoints at URLs: Lightning resumes from a store, also from what it saves when an exception ends a run, and
-those that need local folders say so.
-"""
+"""Lightning with checkpoints at URLs: it resumes from a store, also from what it saves when an exception ends a run."""
 
 from pathlib import Path
 
@@ -8,7 +6,7 @@ import pytest
 
 from tests.trainers.test_runs import PACKAGE, launched
 
-CASES = [("lightning", 1), ("lightning", 2), ("fabric", 1), ("fabric", 2), ("transformers", 1)]
+CASES = [("lightning", 1), ("lightning", 2), ("fabric", 1), ("fabric", 2)]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,22 +65,6 @@ def other_formats(cases: tuple[Weight, ...]) -> str:
     with host_on_cpu():
         casting = Casting(cases if dist.get_rank() == 0 else cases[::-1])
         return error_of(casting.cast)
-
-
-def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
-    """Errors of a second call with other spans, and of one after `release`; the codes that it leaves."""
-    with host_on_cpu():
-        casting = Casting((case,))
-        rank = casting.rank
-        casting.cast()
-        dist.barrier()
-        (start, stop), calls = spans[rank], integration()
-        part = case.master().view(-1)[start:stop].clone()
-        errors = [error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None))]
-        calls.release(casting.tensors)
-        casting.tensors[0]._rowwise_data.fill_(0)
-        errors.append(error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None)))
-        return [*errors, bytes_of(casting.tensors[0])]
 
 
 pytestmark = needs_te
@@ -285,16 +268,3 @@ def test_what_is_wrong_in_a_later_call_raises_on_all(ranks: Ranks) -> None:
         assert "rank 1: lists differ in length" in lists
         assert "rank 1: this rank owns different elements of QuantizedWeight(shape=(64, 96)" in cut
         assert [first, *errors[2:5:2], last] == [""] * 4
-
-
-def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
-    """Where all ranks have another cut, `release` on all of them takes it."""
-    case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
-    whole = sharded.expected(case)["rowwise_data"]
-    for rank, (refused, taken, found) in enumerate(ranks(2)(cut_anew, case, moved.spans)):
-        assert refused.startswith("RuntimeError: this rank owns different elements of QuantizedWeight(shape=(64, 96)")
-        assert taken == ""
-        start, stop = moved.spans[rank]
-        wanted = np.zeros_like(whole)
-        wanted[start:stop] = whole[start:stop]
-        casts.assert_same_bytes(found, {"rowwise_data": wanted}, f"rank {rank}")
