@@ -78,9 +78,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Simulated(Group):
-    """The group of one of the threads."""
+    """The group of one of the threads. `sent` has the elements that it sent to others in each exchange of unequal parts."""
 
     exchange: Exchange = field(kw_only=True)
+    sent: list[int] = field(default_factory=list, compare=False)
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
         tensor.copy_(self._meet("max", tensor.clone(), lambda parts: torch.stack(parts).amax(0)))
@@ -91,6 +92,21 @@ class Simulated(Group):
     def all_gather_into(self, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
         out.copy_(self._meet("all-gather", part, torch.cat))
         return None
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        full: Tensor,
+        async_op: bool = False,
+        what: str = "",
+        lengths: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        assert lengths is not None
+        parts = list(full.split(lengths[1]))
+        arriving = [of_rank[self.rank] for of_rank in self._meet("all-to-all", parts, list)]
+        assert list(map(len, arriving)) == lengths[0], what
+        out.copy_(torch.cat(arriving))
+        self.sent.append(full.numel() - lengths[1][self.rank])
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
         found: list[Any] = self._meet("objects", value, lambda parts: list(parts))

@@ -17,7 +17,8 @@ from zerocast.distributed.group import Caller, Flight, Group
 
 ROOT = Path(zerocast.__file__).parents[1]
 OWNER = ROOT / "zerocast" / "distributed" / "group.py"
-# What is used of torch.distributed elsewhere and sends nothing to other ranks. A new name is added here or to `Group`.
+# What is used of torch.distributed elsewhere: it sends nothing to other ranks, and makes no group. A new name is added here or to
+# `Group`.
 SILENT = {
     "ProcessGroup",
     "ReduceOp",
@@ -32,7 +33,6 @@ SILENT = {
     "init_process_group",  # the command line's, not a library's
     "is_available",
     "is_initialized",
-    "new_group",  # meets the other ranks at the store, which says so
 }
 THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "Work"),  # FSDP2's own gathers

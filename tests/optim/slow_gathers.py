@@ -1,8 +1,10 @@
 """All-gathers that really are in flight: nothing lands before it is waited for."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,8 +23,10 @@ class Slow:
 
 
 @contextlib.contextmanager
-def slow_gathers() -> Iterator[list[int]]:
-    """Within, asynchronous all-gathers land when waited for; gives the bytes of those that have."""
+def slow_gathers(seconds: float = 0.0, failures: list[int] | None = None) -> Iterator[list[int]]:
+    """Within, asynchronous all-gathers land when waited for, so many seconds after somebody began to; gives the bytes of those that
+    have. The first waits fail, one for each of the `failures`, which may be added later.
+    """
     gather = Group.all_gather_into
     landed: list[int] = []
 
@@ -33,18 +37,19 @@ def slow_gathers() -> Iterator[list[int]]:
         work = gather(group, arriving, part.clone(), async_op=True)
 
         def land() -> None:
+            time.sleep(seconds)
             if work is not None:
                 work.wait()
+            if failures:
+                failures.pop()
+                raise RuntimeError("a rank died")
             out.copy_(arriving)
             landed.append(out.nbytes)
 
         return Slow(land)
 
-    Group.all_gather_into = later  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(Group, "all_gather_into", later):
         yield landed
-    finally:
-        Group.all_gather_into = gather  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -65,8 +70,5 @@ def late_gathers(cycles: int = 4_000_000) -> Iterator[list[int]]:
             torch.cuda._sleep(cycles)
             return gather(group, out, part, async_op=True, what=what)
 
-    Group.all_gather_into = later  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(Group, "all_gather_into", later):
         yield delayed
-    finally:
-        Group.all_gather_into = gather  # type: ignore[method-assign]

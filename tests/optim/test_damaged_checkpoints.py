@@ -32,7 +32,7 @@ def refuses(folder: str) -> tuple[str, int]:
     """What loading the damaged step says, the optimizer unchanged; and which step is loaded when none is asked for."""
     trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
     before = snapshot(trainer)
-    with pytest.raises(ValueError, match="when it was written") as caught:
+    with pytest.raises(ValueError, match="step_00000002") as caught:
         checkpoints.load(trainer.optimizer, step=2)
     casts.assert_same_bytes(snapshot(trainer), before)
     return str(caught.value), checkpoints.load(trainer.optimizer)
@@ -87,19 +87,12 @@ def test_no_manifest(ranks, tmp_path, caplog):
     """These folders always have one. A folder of another program loads without, and the log says that nothing is checked."""
     saved(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).unlink()
-    for said, step in [loads_or_says(str(tmp_path)), *ranks(2)(loads_or_says, str(tmp_path))]:
+    for said, step in [refuses(str(tmp_path)), *ranks(2)(refuses, str(tmp_path))]:
         assert "step_00000002/manifest.json is missing, so the files of the checkpoint cannot be checked" in said
         assert step == 1
     with caplog.at_level(logging.WARNING, "zerocast"):
         optim.load(Trainer(FEW).optimizer, tmp_path / "step_00000002")
     assert "step_00000002 has no manifest.json: its files are not checked" in caplog.text
-
-
-def loads_or_says(folder: str) -> tuple[str, int]:
-    trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
-    with pytest.raises(ValueError, match="step_00000002") as caught:
-        checkpoints.load(trainer.optimizer, step=2)
-    return str(caught.value), checkpoints.load(trainer.optimizer)
 
 
 def test_exchanged_folders(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,59 +19,15 @@ from zerocast import optim
 from zerocast.checkpoint.manifest import Manifest
 from zerocast.optim import Checkpoints
 
-
-class Full:
-    """A stream to a disk that has no room left after some bytes."""
-
-    def __init__(self, stream: Any, room: int) -> None:
-        self._stream, self._room = stream, room
-
-    def write(self, data: Any) -> int:
-        self._room -= len(memoryview(data).cast("B"))
-        if self._room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written: int = self._stream.write(data)
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file of torch.distributed.checkpoint can have more than `room` bytes."""
-    original = FileSystem.create_stream
-
-    @contextlib.contextmanager
-    def create_stream(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
-        with original(self, path, mode) as stream:
-            yield Full(stream, room) if "w" in mode else stream
-
-    with mock.patch.object(FileSystem, "create_stream", create_stream):
-        yield
-
-
-@contextlib.contextmanager
-def no_room_for(name: str) -> Iterator[None]:
-    """A call of os fails, as on a full or broken disk."""
-    with mock.patch.object(os, name, side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        yield
-
-
-@contextlib.contextmanager
-def no_room_for_the_manifest() -> Iterator[None]:
-    with mock.patch.object(Manifest, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        yield
-
-
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "no byte": lambda: full_disk(0),
-    "half a tensor": lambda: full_disk(3000),
-    "the manifest": no_room_for_the_manifest,
-    "to the disk": lambda: no_room_for("fsync"),
-    "the rename": lambda: no_room_for("rename"),
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+# What fails, as on a full or broken disk.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a file": (FileSystem, "create_stream"),
+    "the manifest": (Manifest, "write"),
+    "to the disk": (os, "fsync"),
+    "the rename": (os, "rename"),
 }
-ON_ONE_RANK = [("half a tensor", 1), ("half a tensor", 0), ("the manifest", 0)]
+ON_ONE_RANK = [("a file", 1), ("a file", 0), ("the manifest", 0)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +50,8 @@ def test_a_full_disk(tmp_path: Path, world: int, fault: str, culprit: int, async
     wanted = snapshot(trainer)
     trainer.train(range(2, 4))
     later = snapshot(trainer)
-    with FAULTS[fault]() if trainer.rank == culprit else contextlib.nullcontext():
+    fails = mock.patch.object(*FAULTS[fault], side_effect=FULL)
+    with fails if trainer.rank == culprit else contextlib.nullcontext():
         said = error_of(lambda: checkpoints.save(trainer.optimizer, 4)) or error_of(checkpoints.wait)
         _together()
     casts.assert_same_bytes(snapshot(trainer), later, f"rank {trainer.rank}, after the fault")

@@ -6,6 +6,7 @@ That the update has the bits of one process is asked in `test_muon.py`, what a p
 import dataclasses
 import gc
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,20 +20,21 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.distributed.simulated import Simulated, simulate
 from tests.hosts.stopping import FAULTS, Place, check
 from tests.optim.memory import live_bytes, settled_bytes
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import DETERMINISTIC, Run, Trainer, snapshot
 from tests.optim.runs import check as check_bits
-from tests.optim.test_memory import SMALL
-from tests.optim.test_muon import MUON, OPTIONS, RUN, TUNED
+from tests.optim.test_muon import OPTIONS, RUN
 from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import worlds
-from tests.workers import Ranks, on_ranks
-from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
+from tests.workers import on_ranks
+from zerocast import ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import Layout, flat_numel, lay_out
 from zerocast.distributed.group import Group
 from zerocast.distributed.owned_matrices import most_sent, rounds
+from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 from zerocast.optim.gradient_exchange import GradientExchange
 
 Named = list[tuple[str, Tensor, int]]
@@ -48,52 +50,37 @@ def packed(whole: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
     return flat
 
 
-class Post:
-    """Stands in for a group of several ranks in one process: what all send in a round is there before any receives."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.sent: list[list[Tensor]] = []  # by round and receiver
-        self.inbox: list[list[Tensor]] | None = None  # by round and sender
-
-    def all_to_all(self, out: Tensor, full: Tensor, what: str, lengths: tuple[list[int], list[int]]) -> None:
-        if self.inbox is None:
-            self.sent.append(list(full.split(lengths[1])))
-            return
-        arriving = self.inbox.pop(0)
-        assert [len(part) for part in arriving] == lengths[0], what
-        out.copy_(torch.cat(arriving))
-
-
 def exchanged(named: Named, costs: dict[str, int], limit: int, ranks: int) -> None:
-    """Every owner gets its matrices, in order and unchanged; the most that is sent is what is planned."""
+    """Every owner gets its matrices, in order and unchanged; the most that is sent is what is planned. Gradients are reduced in
+    buckets of the usual size, whatever the number of ranks is.
+    """
     layout = lay_out(named, limit, ranks, None, costs)
     whole = {
         name: torch.arange(p.numel(), dtype=FP32).view(p.shape) + 1000.0 * i for i, (name, p, _) in enumerate(named)
     }
-    posts = [Post(rank, ranks) for rank in range(ranks)]
-    exchanges = [GradientExchange(layout, post, limit) for post in posts]  # type: ignore[arg-type]
-    shards = [packed(whole, layout, rank) for rank in range(ranks)]
-    for exchange, shard in zip(exchanges, shards, strict=True):
-        exchange.deliver(shard, lambda gradient: None)
+
+    def deliver(group: Simulated) -> tuple[list[Tensor], int]:
+        delivered: list[Tensor] = []
+        shard = packed(whole, layout, group.rank)
+        GradientExchange(layout, group, limit).deliver(shard, lambda gradient: delivered.append(gradient.clone()))
+        return delivered, sum(group.sent)
+
+    found, log = simulate(ranks, deliver)
     planned = rounds(layout, ranks, limit)
-    assert ranks == 1 or {len(post.sent) for post in posts} == {len(planned)}
-    for post in posts:
-        post.inbox = [[other.sent[number][post.rank] for other in posts] for number in range(len(post.sent))]
+    assert ranks == 1 or len(log) == len(planned)
     largest = max((math.prod(p.shape[-2:]) for name, p, _ in named if name in costs), default=0)
     got: dict[str, list[Tensor]] = {name: [] for name in costs}
-    for rank, (exchange, shard) in enumerate(zip(exchanges, shards, strict=True)):
+    for rank, (delivered, _) in enumerate(found):
         matrices = [matrix for by_rank in planned for matrix in by_rank[rank]]
-        delivered: list[Tensor] = []
-        exchange.deliver(shard, lambda gradient, kept=delivered: kept.append(gradient.clone()))  # type: ignore[misc]
         for matrix, gradient in zip(matrices, delivered, strict=True):
             got[matrix.slot.name].append(gradient)
         for by_rank in planned:
             assert sum(matrix.span.numel for matrix in by_rank[rank]) <= max(limit, largest)
     for name, parts in got.items():
         assert torch.equal(torch.cat(parts), whole[name].view(-1)), name
-    others = [sum(len(p) for by in post.sent for r, p in enumerate(by) if r != post.rank) for post in posts]
-    assert most_sent(layout, ranks) == max(others)
+    assert most_sent(layout, ranks) == max(sent for _, sent in found)
+    padding = ranks * SHARD_ALIGNMENT_ELEMENTS * max(len(bucket.slots) for bucket in layout.gradients)
+    assert all(b.numel <= max(limit, *(slot.numel for slot in b.slots)) + padding for b in layout.gradients)
 
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(
@@ -128,101 +115,43 @@ def test_gradients_of_adamw_lie_as_masters() -> None:
     assert all(place[name][0] >= cut for place in places for name in places[0].keys() - shared)
 
 
-RUNS = {
-    "FP8 wire": {"config": ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128", deterministic=True), "accumulate": 2},
-    "FP8 wire, stage 1": {
-        "config": ZeroConfig(bucket_size=1, grad_wire="fp8_1x128", deterministic=True),
-        "stage": 1,
-        "accumulate": 2,
-        "no_sync": False,
-    },
-    "clipped, a matrix a round": {"config": dataclasses.replace(DETERMINISTIC, bucket_size=1), "max_norm": 0.1},
-    "no_sync, tuned, one round": {
-        "config": dataclasses.replace(DETERMINISTIC, bucket_size=2**22),
-        "accumulate": 3,
-        "options": ({**MUON, **TUNED}, OPTIONS[1]),
-    },
-    "gradients put on parameters": {"assign": True, "max_norm": 0.1},
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-@on_ranks(*worlds(3, slow=(1, 2, 4)))
-def test_equals_torch(name: str) -> None:
-    """Masters, momentum, moments and bytes after every step are those of one process."""
-    check_bits(dataclasses.replace(RUN, **RUNS[name]))
-
-
 WIDTH, LAYERS = 96, 12
 LAYER = 4 * WIDTH * WIDTH  # bytes of a gradient
+SMALL = 16 * 1024  # activations and scalars
 
 
-def held_in_a_step(optimizer_class: Any, bucket_layers: int) -> tuple[int, int, int, int]:
-    """Bytes of gradients and buckets, apart from the shard: the most at any gradient's arrival; when the first reduction begins;
-    beside the shard in the step, the most at an exchange, and at a matrix that is stepped.
-    """
+@pytest.mark.parametrize("bucket_layers", [1, 2])
+@on_ranks(*worlds(2, slow=(3,)))
+def test_a_step_holds_a_round_beside_the_shard(world: int, bucket_layers: int) -> None:
+    """What a round sends and what it gets; then what it got, and three tensors of the matrix that is stepped."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     zerocast.quantize_(model, zerocast.Recipe({"*": "fp8_current"}))
     config = ZeroConfig(bucket_size=bucket_layers * WIDTH * WIDTH)
-    named = list(model.named_parameters())
-    group: Any = [{"params": named, "use_muon": True}] if optimizer_class is ZeroMuon else named
-    optimizer = optimizer_class(group, config=config)
-    flat = optimizer._reducer.gradients.flat
-    known = frozenset([flat.untyped_storage().data_ptr()])
-    levels: list[int] = []
-    first: list[int] = []
-    in_step: dict[str, list[int]] = {"exchange": [0], "step": [0]}
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: levels.append(settled_bytes(known)))
-    scatter, exchange, muon = Group.reduce_scatter_mean, Group.all_to_all, torch.optim.Muon.step
+    optimizer = ZeroMuon([{"params": model.named_parameters(), "use_muon": True}], config=config)
+    known = frozenset([optimizer._reducer.gradients.flat.untyped_storage().data_ptr()])
+    levels: dict[str, list[int]] = {"exchange": [], "step": []}
 
-    def scattering(*args: Any, **kwargs: Any) -> Any:
-        first.append(live_bytes(known))
-        return scatter(*args, **kwargs)
+    def watched(name: str, call: Any, measure: Callable[[frozenset[int]], int]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            levels[name].append(measure(known))
+            return call(*args, **kwargs)
 
-    def exchanging(*args: Any, **kwargs: Any) -> Any:
-        in_step["exchange"].append(live_bytes(known))
-        return exchange(*args, **kwargs)
+        return run
 
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        in_step["step"].append(settled_bytes(known))
-        return muon(*args, **kwargs)
-
-    loss = model(torch.randn(2, WIDTH)).square().sum()
+    model(torch.randn(2, WIDTH)).square().sum().backward()
     gc.collect()
     before = live_bytes(known)
-    with mock.patch.object(Group, "reduce_scatter_mean", scattering):
-        loss.backward()  # type: ignore[no-untyped-call]
-    del loss
-    gc.collect()
-    between = live_bytes(known)
-    with mock.patch.object(Group, "all_to_all", exchanging), mock.patch.object(torch.optim.Muon, "step", stepping):
+    with (
+        mock.patch.object(Group, "all_to_all", watched("exchange", Group.all_to_all, live_bytes)),
+        mock.patch.object(torch.optim.Muon, "step", watched("step", torch.optim.Muon.step, settled_bytes)),
+    ):
         optimizer.step()
-    at_exchange, at_step = (max(found) - between for found in in_step.values())
-    return max(levels) - before, first[0] - before, at_exchange, at_step
-
-
-@pytest.mark.parametrize("bucket_layers", [1, 2])
-@pytest.mark.parametrize("world", worlds(4, slow=(2, 3)))
-def test_a_backward_pass_holds_what_it_holds_with_adamw(ranks: Ranks, world: int, bucket_layers: int) -> None:
-    """A bucket, and what has arrived of the next one; a bucket of whole matrices would be as many as there are ranks."""
-    ours = ranks(world)(held_in_a_step, ZeroMuon, bucket_layers)
-    adams = ranks(world)(held_in_a_step, ZeroAdamW, bucket_layers)
-    for (most, first, _, _), (adams_most, adams_first, _, _) in zip(ours, adams, strict=True):
-        assert abs(most - adams_most) <= SMALL / 4 and abs(first - adams_first) <= SMALL / 4
-        assert abs(first - bucket_layers * LAYER) <= SMALL / 4
-
-
-@pytest.mark.parametrize("bucket_layers", [1, 2])
-@pytest.mark.parametrize("world", worlds(2, slow=(3,)))
-def test_a_step_holds_a_round_beside_the_shard(ranks: Ranks, world: int, bucket_layers: int) -> None:
-    """What a round sends and what it gets; then what it got, and three tensors of the matrix that is stepped."""
-    for _, _, exchange, step in ranks(world)(held_in_a_step, ZeroMuon, bucket_layers):
-        round_ = bucket_layers * LAYER
-        assert round_ < LAYERS // world * LAYER, "a shard would be no more"
-        assert round_ - SMALL / 4 <= exchange <= 2 * round_ + SMALL / 4  # what lies end to end is sent from there
-        joined = (bucket_layers > 1) * LAYER  # whose parts arrive among those of others
-        assert step <= round_ + joined + 3 * LAYER + SMALL / 4
+    exchange, step = (max(found) - before for found in levels.values())
+    round_ = bucket_layers * LAYER
+    assert round_ < LAYERS // world * LAYER, "a shard would be no more"
+    assert round_ - SMALL <= exchange <= 2 * round_ + SMALL  # what lies end to end is sent from there
+    joined = (bucket_layers > 1) * LAYER  # whose parts arrive among those of others
+    assert step <= round_ + joined + 3 * LAYER + SMALL
 
 
 @on_ranks(3)

@@ -1,17 +1,15 @@
 """Checkpoints between optimizers that keep their moments in FP32, bf16 and 8 bits: exact where alike, rounded once otherwise."""
 
 import dataclasses
-from collections import Counter
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.dispatched import Dispatched
+from tests import casts
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot
 from tests.workers import error_of, on_ranks
@@ -45,12 +43,6 @@ def saved_after(path: str, steps: int, run: Run) -> dict[str, Any]:
     return snapshot(trainer)
 
 
-def _assert_same_snapshots(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert np.array_equal(found[name], wanted), name
-
-
 def whole_state(path: str) -> dict[str, Any]:
     """What one process without others loads."""
     trainer = Trainer(EIGHT_BITS)
@@ -65,29 +57,6 @@ def test_moments_in_8_bits_are_cut():
     assert count > 0
 
 
-def test_a_step_with_moments_in_8_bits_measures_its_masters():
-    """The cast reads them once, for their codes."""
-    trainer = Trainer(EIGHT_BITS)
-    with Dispatched() as operators:
-        trainer.step(0)
-    counts = Counter(operators.stages)
-    assert counts["adam_8bit"] > 0
-    assert counts["partial_cast"] > 0
-    assert counts["partial_amax"] == 0
-
-
-def test_a_step_with_moments_in_8_bits_writes_the_codes_of_local_scales():
-    """In the pass that updates masters, so no master is read twice."""
-    formats = {"block": "fp8_block", "square": "mxfp8:block=32x32", "four": "mxfp4"}
-    specs = tuple(Spec(name, (256, 128), fmt) for name, fmt in formats.items())
-    trainer = Trainer(dataclasses.replace(EIGHT_BITS, specs=specs))
-    with Dispatched() as operators:
-        trainer.step(0)
-    counts = Counter(operators.stages)
-    assert counts["adam_8bit_cast"] == len(formats)
-    assert not counts["adam_8bit"] + counts["partial_cast"] + counts["partial_amax"]
-
-
 def saved_both_ways(path: str) -> None:
     """Two runs alike that save their moments in FP32 and as codes."""
     for name, run in (("exact", EIGHT_BITS), ("compact", COMPACT)):
@@ -98,12 +67,12 @@ def test_a_compact_state_is_the_same_state(ranks, tmp_path):
     """In 2.06 bytes an element of moments, and either kind of checkpoint loads into either optimizer."""
     ranks(3)(saved_both_ways, str(tmp_path))
     expected = whole_state(str(tmp_path / "exact"))
-    _assert_same_snapshots(whole_state(str(tmp_path / "compact")), expected)
+    casts.assert_same_bytes(whole_state(str(tmp_path / "compact")), expected)
     trainer = Trainer(COMPACT)
     optim.load(trainer.optimizer, tmp_path / "exact")
     other = Trainer(EIGHT_BITS)
     other.optimizer.load_state_dict(trainer.optimizer.state_dict())
-    _assert_same_snapshots(snapshot(other), expected)
+    casts.assert_same_bytes(snapshot(other), expected)
     numel = sum(parameter.numel() for parameter in trainer.probe.parameters())
     held = trainer.optimizer.state_dict()["optim"]["state"].values()
     nbytes = sum(tensor.nbytes for moments in held for key, tensor in moments.items() if key != "step")
@@ -149,7 +118,7 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         broken = {**state["optim"]["state"], "wide": {**held, **replaced}}
         with pytest.raises(ValueError, match=said):
             trainer.optimizer.load_state_dict({**state, "optim": {**state["optim"], "state": broken}})
-    _assert_same_snapshots(snapshot(trainer), before)
+    casts.assert_same_bytes(snapshot(trainer), before)
     with pytest.raises(ValueError, match="or 'compact' with moments in 8 bits"):
         dataclasses.replace(DETERMINISTIC, state="compact")
 
@@ -161,7 +130,7 @@ def test_ranks_load_one_kind_of_moments():
     before = snapshot(compact)
     source = exact if dist.get_rank() == 0 else compact
     error = error_of(lambda: compact.optimizer.load_state_dict(source.optimizer.state_dict()))
-    _assert_same_snapshots(snapshot(compact), before)
+    casts.assert_same_bytes(snapshot(compact), before)
     assert "moments as codes" in error
 
 
@@ -182,7 +151,7 @@ def refused_by_one(late: bool) -> list[str]:
     trainer.optimizer.load_state_dict(whole.optimizer.state_dict())
     for each in (trainer, whole):
         each.step(3)
-    _assert_same_snapshots(snapshot(trainer), snapshot(whole))
+    casts.assert_same_bytes(snapshot(trainer), snapshot(whole))
     return told
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,21 @@ CALLS: dict[str, Callable[[Trained], object]] = {
 }
 
 
+def told_alike(state: str, change: Callable[[], object], *calls: Callable[[], object]) -> None:
+    """Once one rank is in this state, the calls raise on all ranks or on none, and none of them waits at a timeout."""
+    limit_collectives(SECONDS)
+    if dist.get_rank() == CULPRIT:
+        change()
+    started = time.monotonic()
+    said = list(map(error_of, calls))
+    seconds = time.monotonic() - started
+    limit_collectives(30)
+    assert seconds < SECONDS - 1, (state, said)
+    raised = [False] * 2
+    dist.all_gather_object(raised, any(said))
+    assert raised[0] == raised[1], (state, said)
+
+
 @pytest.mark.parametrize("call", CALLS)
 @on_ranks(2)
 def test_one_rank(call: str, tmp_path: Path) -> None:
@@ -119,14 +135,4 @@ def test_one_rank(call: str, tmp_path: Path) -> None:
         run = Trained(tmp_path / str(number))
         if call == "Checkpoints.load":
             run.checkpoints.save(run.optimizer, 0)
-        limit_collectives(SECONDS)
-        if dist.get_rank() == CULPRIT:
-            change(run)
-        started = time.monotonic()
-        said = error_of(lambda: CALLS[call](run))  # noqa: B023 (is called here)
-        seconds = time.monotonic() - started
-        limit_collectives(30)
-        assert seconds < SECONDS - 1, (state, said)
-        raised = [False] * 2
-        dist.all_gather_object(raised, bool(said))
-        assert raised[0] == raised[1], (state, said)
+        told_alike(state, partial(change, run), partial(CALLS[call], run))

@@ -35,10 +35,6 @@ def scales(probe: Probe) -> Found:
     return {name: casts.raw(probe.get_parameter(name).rowwise_scale_inv).copy() for name in QUANTIZED}
 
 
-def dequantized(probe: Probe) -> Found:
-    return {name: casts.raw(probe.get_parameter(name).dequantize()) for name in QUANTIZED}
-
-
 def saved(probe: Probe) -> Found:
     file = io.BytesIO()
     torch.save(probe.state_dict(), file)
@@ -87,13 +83,6 @@ def loaded_over(probe: Probe) -> Found:
     return data(probe)
 
 
-def loaded_from(probe: Probe) -> Found:
-    """A copy of the model that follows it through state_dict, as averages do."""
-    twin = Probe(MIXED)
-    twin.load_state_dict(probe.state_dict())
-    return data(twin)
-
-
 def second_optimizer(probe: Probe) -> Found:
     """Its masters start from the gathered weights."""
     ZeroAdamW(probe.named_parameters())
@@ -101,8 +90,8 @@ def second_optimizer(probe: Probe) -> Found:
 
 
 READS = (
-    *(data, columnwise, scales, dequantized, saved, deep_copy, tied_head, transposed, inference, input_gradient, moved),
-    *(loaded_over, loaded_from, second_optimizer),
+    *(data, columnwise, scales, saved, deep_copy, tied_head, transposed, inference, input_gradient, moved),
+    *(loaded_over, second_optimizer),
 )
 
 

@@ -2,15 +2,15 @@
 
 import functools
 import math
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from tests.observed import same_on_all
+from tests.fsdp2.models import slow
 from tests.optim.probe import FP32, MIXED, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, rank, world
 from tests.optim.traffic import recorded
@@ -19,18 +19,10 @@ from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
 LIBRARY = ZeroConfig(bucket_size=4096)
-CASES = [(2, LIBRARY), (1, DETERMINISTIC), pytest.param(1, LIBRARY, marks=pytest.mark.slow)]
-CASES += [pytest.param(2, DETERMINISTIC, marks=pytest.mark.slow)]
+CASES = [(2, LIBRARY), (1, DETERMINISTIC), slow(1, LIBRARY), slow(2, DETERMINISTIC)]
 IDS = ["2 library", "1 logical", "1 library", "2 logical"]
 BUSY = 3  # a step whose gradients are neither tiny nor huge
 INF = math.inf
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters that are left to the slow tests."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
-    ]
 
 
 def ulps(a: Tensor, b: Tensor) -> float:
@@ -95,33 +87,6 @@ def test_norms(stage, config):
     assert max(per_parameter) <= 1
 
 
-@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
-@pytest.mark.parametrize("how", ["default", *slow("foreach", "loop", "two calls")])
-@on_ranks(*worlds(3, slow=(1, 2)))
-def test_clipping_by_norm(stage: int, config: ZeroConfig, how: str) -> None:
-    """A run that is clipped by torch in three steps, beside the fast way."""
-    ours, theirs = (Trainer(Run(stage=stage, config=config)) for _ in range(2))
-    seen = []
-    for step in (BUSY, 2, 4):
-        for trainer in (ours, theirs):
-            trainer.backward(step)
-        wanted = theirs.optimizer.clip_grad_norm_(1e-2)
-        parameters = list(ours.probe.parameters())
-        if how == "two calls":
-            found = get_total_norm([p.grad for p in parameters if p.grad is not None])
-            clip_grads_with_norm_(parameters, 1e-2, found)
-        else:
-            foreach = {"foreach": True, "loop": False}.get(how)
-            found = clip_grad_norm_(parameters, 1e-2, foreach=foreach, error_if_nonfinite=True)
-        assert ulps(found, wanted) <= 4
-        seen.append(float(found))
-        for trainer in (ours, theirs):
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-    same_on_all(seen)
-    assert differ(ours, theirs) <= 1e-5  # a step of 1e-2, of which rounding the clipped gradient is a part in 2 ** 22
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_clips_in_a_row(stage):
@@ -153,17 +118,6 @@ def test_clips_in_a_row(stage):
     assert max(found.values()) <= 1e-5, found
 
 
-@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, None)])
-@on_ranks(*worlds(2, slow=(1, 3)))
-def test_clipping_by_value(stage, foreach):
-    trainer = Trainer(Run(stage=stage))
-    trainer.probe.backward(BUSY, rank())
-    value = full(trainer)
-    limit = float(value.abs().median())
-    clip_grad_value_(trainer.probe.parameters(), limit, foreach=foreach)
-    assert torch.equal(full(trainer), value.float().clamp(-limit, limit).double())
-
-
 FLOATS = (
     Spec("norm", (300,), dtype=FP32),
     Spec("current", (13, 7), "fp8_current", FP32),
@@ -172,7 +126,7 @@ FLOATS = (
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("world", "bad_rank"), [(2, 1), *slow((1, 0), (3, 0), (2, None))])
+@pytest.mark.parametrize(("world", "bad_rank"), [(2, 1), slow(1, 0), slow(3, 0), slow(2, None)])
 @on_ranks()
 def test_grad_scaler(bad_rank, stage):
     """Three steps with GradScaler, one of them with an infinite gradient in one element on one rank, beside a run without."""
@@ -216,30 +170,34 @@ def test_error_if_nonfinite():
     assert "non-finite" in error_of(clip)
 
 
+CLIPS: dict[str, Callable[[Trainer], object]] = {
+    "not at all": lambda trainer: None,
+    "ours": lambda trainer: trainer.optimizer.clip_grad_norm_(1e-2),
+    "stock": lambda trainer: clip_grad_norm_(trainer.probe.parameters(), 1e-2),
+    "each parameter": lambda trainer: [clip_grad_norm_(parameter, 1e-2) for parameter in trainer.probe.parameters()],
+}
+
+
 @on_ranks(2)
 def test_one_collective_for_all_norms():
+    """All-reduces of a clip, and of it with the step, to which ours is no addition."""
     counts = {}
-    for what in ("not at all", "ours", "stock", "each parameter"):
+    for how, clip in CLIPS.items():
         trainer = Trainer(Run(config=LIBRARY))
         trainer.probe.backward(BUSY, rank())
         trainer.optimizer._reducer.finish()
         with recorded() as log:
-            if what == "ours":
-                trainer.optimizer.clip_grad_norm_(1e-2)
-            elif what == "stock":
-                clip_grad_norm_(trainer.probe.parameters(), 1e-2)
-            elif what == "each parameter":
-                for parameter in trainer.probe.parameters():
-                    clip_grad_norm_(parameter, 1e-2)
-            clip = len(log)
+            clip(trainer)
+            of_clip = len(log)
             trainer.optimizer.step()
-        counts[what] = clip
-        kinds = Counter(kind for kind, _ in log)
-        counts[f"{what}, with the step"] = kinds["all-reduce"]
-    assert (counts["ours"], counts["stock"], counts["each parameter"]) == (1, 1, 1)
-    least = counts["not at all, with the step"]
-    assert counts["ours, with the step"] == least
-    assert counts["stock, with the step"] == counts["each parameter, with the step"] == least + 1
+        counts[how] = of_clip, sum(kind == "all-reduce" for kind, _ in log)
+    least = counts["not at all"][1]
+    assert counts == {
+        "not at all": (0, least),
+        "ours": (1, least),
+        "stock": (1, least + 1),
+        "each parameter": (1, least + 1),
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -264,7 +222,7 @@ def test_no_sync(stage):
 
 
 @pytest.mark.parametrize(
-    ("how", "stage"), [("one", 2), ("zeros", 1), *slow(("one", 1), ("zeros", 2), ("all", 1), ("all", 2))]
+    ("how", "stage"), [("one", 2), ("zeros", 1), slow("one", 1), slow("zeros", 2), slow("all", 1), slow("all", 2)]
 )
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_removed_gradients(stage, how):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocast
+from tests import casts
 from tests.optim.captured_runs import Case, Repeated, Trainee
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
@@ -100,12 +101,7 @@ def test_the_same_recipe_changes_nothing():
     before, buffers = snapshot(trainer), trainer.optimizer._weights.buffers
     zerocast.switch(trainer.optimizer, Recipe({s.name: s.fmt for s in MIXED if s.fmt != PLAIN}))
     assert trainer.optimizer._weights.buffers is buffers
-    _assert_same(before, snapshot(trainer))
-
-
-def _assert_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    assert all((value == b[name]).all() for name, value in a.items())
+    casts.assert_same_bytes(before, snapshot(trainer))
 
 
 # -- what is refused
@@ -189,22 +185,20 @@ def test_a_backward_pass_of_before_raises():
         loss.backward()
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "pattern": (Recipe({"head": "nvfp4"}), ValueError, "'head' matches no weight"),
-    "shape": (Recipe(PLAIN_MATRICES, default="nvfp4"), ValueError, "nvfp4 needs"),
-    "plain": (Recipe({}, default="fp8_block"), ValueError, "is a plain parameter and cannot become fp8_block"),
-    "type": ("identity", TypeError, "a recipe maps patterns"),
+REFUSED = {
+    "shape": (Recipe(PLAIN_MATRICES, default="nvfp4"), "nvfp4 needs"),
+    "plain": (Recipe({}, default="fp8_block"), "is a plain parameter and cannot become fp8_block"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_recipes_that_cannot_be(case):
-    recipe, kind, said = REFUSED[case]
+    recipe, said = REFUSED[case]
     trainer = Trainer(Run())
     before = snapshot(trainer)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(ValueError, match=said):
         zerocast.switch(trainer.optimizer, recipe)
-    _assert_same(before, snapshot(trainer))
+    casts.assert_same_bytes(before, snapshot(trainer))
 
 
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), 3])
@@ -282,9 +276,9 @@ def test_captured_steps_are_captured_again():
                 trainee.optimizer.zero_grad()
                 zerocast.switch(trainee.optimizer, RECIPES["mixed"])
             assert captured.held().keys() == eager.held().keys()
-    _assert_same(captured.held(), eager.held())
+    casts.assert_same_bytes(captured.held(), eager.held())
     for trainee in trainees:
         trainee.gradients(4)
     unknown()  # finds that memory moved, takes an ordinary step and records again
     eager.ordinary_step()
-    _assert_same(captured.held(), eager.held())
+    casts.assert_same_bytes(captured.held(), eager.held())

@@ -14,41 +14,14 @@ import torch.distributed as dist
 from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import OVERLAP, Run, Trainer, weight_bytes
+from tests.optim.slow_gathers import slow_gathers
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW
 from zerocast.distributed.group import Group
-from zerocast.optim import gather as gathers
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
 KEPT = dataclasses.replace(OVERLAP, keep_columnwise=True)
 QUANTIZED = ("mx", "nv", "block")
-
-
-class Held:
-    """A gather that lands a while after somebody began to wait; the first waits fail, if so told."""
-
-    def __init__(self, land: Any, failures: list[int]) -> None:
-        self._land, self._failures = land, failures
-
-    def wait(self) -> None:
-        """Land 0.2 s later, or fail as often as it was told."""
-        time.sleep(0.2)
-        if self._failures:
-            self._failures.pop()
-            raise RuntimeError("a rank died")
-        self._land()
-
-
-def late(failures: list[int]) -> Any:
-    """`Group.all_gather_into`, whose result lands when it is waited for, and late."""
-    gather = Group.all_gather_into
-
-    def call(group: Group, out: torch.Tensor, part: torch.Tensor, async_op: bool = False, what: str = "") -> Any:
-        arriving = out.clone()
-        gather(group, arriving, part.clone())
-        return Held(lambda: out.copy_(arriving), failures if out.dtype == torch.uint8 else [])
-
-    return call
 
 
 def read(probe: torch.nn.Module, name: str, direction: str, barrier: threading.Barrier) -> Any:
@@ -64,10 +37,9 @@ def test_every_thread_waits(failing: bool) -> None:
     """
     eager = Trainer(Run(SPECS))
     eager.step(0)
-    before, failures = Group.all_gather_into, []
+    failures: list[int] = []
     trainer = Trainer(Run(SPECS, config=KEPT))
-    Group.all_gather_into = late(failures)  # type: ignore[method-assign]
-    try:
+    with slow_gathers(0.2, failures):
         trainer.step(0)
         failures += [1] if failing else []
         jobs = [(name, direction) for name in QUANTIZED for direction in ("rowwise_data", "columnwise_data")] * 2
@@ -83,8 +55,6 @@ def test_every_thread_waits(failing: bool) -> None:
             casts.assert_same_bytes({direction: future.result()}, {direction: wanted[name][direction]}, name)
         for name, bytes_ in wanted.items():
             casts.assert_same_bytes(weight_bytes(trainer.probe)[name], bytes_, f"{name}, read again")
-    finally:
-        Group.all_gather_into = before  # type: ignore[method-assign]
     trainer.step(1)
     dist.barrier()
     assert said == (["a rank died"] if failing else [])
@@ -102,8 +72,7 @@ def test_a_thread_that_reads_within_a_step():
     """
     eager = Trainer(Run(SPECS))
     eager.step(0)
-    trainer, begin = Trainer(Run(SPECS, config=KEPT)), late([])
-    reduce, futures = Group.all_reduce_max, []
+    trainer, reduce, futures = Trainer(Run(SPECS, config=KEPT)), Group.all_reduce_max, []
     with ThreadPoolExecutor(2) as pool:
 
         def reducing(*args: Any) -> None:
@@ -113,71 +82,21 @@ def test_a_thread_that_reads_within_a_step():
             reduce(*args)
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
-            work = begin(*args, **kwargs)
+            work = slow(*args, **kwargs)
             if len(futures) == 1 and kwargs["what"].startswith("weight bytes"):
                 futures.append(pool.submit(weight_bytes, trainer.probe))
                 time.sleep(0.1)
             return work
 
-        reduced = mock.patch.object(Group, "all_reduce_max", reducing)
-        with reduced, mock.patch.object(Group, "all_gather_into", gathering):
-            trainer.step(0)
+        with slow_gathers(0.2), mock.patch.object(Group, "all_reduce_max", reducing):
+            slow = Group.all_gather_into
+            with mock.patch.object(Group, "all_gather_into", gathering):
+                trainer.step(0)
         wanted, found = weight_bytes(eager.probe), futures[1].result()
         for name in QUANTIZED:
             casts.assert_same_bytes(found[name], wanted[name], name)
     said = futures[0].result()
     assert "another thread is in the middle of an optimizer step" in said
-
-
-class Stream:
-    """What of a CUDA stream is used, on a CPU."""
-
-    current: "Stream"
-
-    def __init__(self) -> None:
-        self.device, self.waits = torch.device("cuda", 0), 0
-
-    def wait_event(self, event: Any) -> None:
-        self.waits += 1
-
-
-class Event:
-    """An event that has not passed, until it is told so."""
-
-    passed = False
-
-    def record(self, stream: Stream) -> None:
-        """An event that a stub records holds nothing."""
-
-    def query(self) -> bool:
-        return Event.passed
-
-
-def test_a_second_stream_waits_too(monkeypatch):
-    """The host's part on a GPU: each other stream is made to wait until the bytes are there for all."""
-    first, second = Stream(), Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    Stream.current = first
-    arrival = gathers.ReadyEvent.now(torch.device("cuda", 0))
-    assert arrival is not None
-    trainer = Trainer(Run(SPECS, config=KEPT))
-    flight = trainer.optimizer._weights.gather
-    monkeypatch.setattr(gathers.ReadyEvent, "now", staticmethod(lambda device: gathers.ReadyEvent(device)))
-    trainer.step(0)
-    weight = trainer.probe.get_parameter("nv")
-    _ = weight.rowwise_data
-    assert first.waits == 0
-    Stream.current = second
-    _ = weight.rowwise_data
-    assert (first.waits, second.waits) == (0, 1)
-    Event.passed = True
-    for name in QUANTIZED:
-        _ = trainer.probe.get_parameter(name).rowwise_data
-    Stream.current = first
-    _ = trainer.probe.get_parameter("norm")
-    assert [len(flight._ready_events), trainer.optimizer._weights.driver.plan.validity.before_read is None] == [0, True]
 
 
 def test_a_gather_that_another_thread_completes_between_two_looks():
