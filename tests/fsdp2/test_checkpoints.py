@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
@@ -66,11 +65,9 @@ def contents(model: Any, optimizer: Any) -> dict[str, str]:
         for name, weight in models.unsharded(model)
         for key, value in models.bytes_of(weight).items()
     }
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    leaves = {f"model.{name}": tensor for name, tensor in model_state.items()}
-    leaves |= {f"optim.{n}.{k}": t for n, held in optimizer_state["state"].items() for k, t in held.items()}
-    leaves |= {f"zerocast.{n}.{k}": t for n, held in zerocast.fsdp2.state_dict(model).items() for k, t in held.items()}
-    return gathered | {n: casts.sha(t.full_tensor() if isinstance(t, DTensor) else t) for n, t in leaves.items()}
+    state = state_of(model, optimizer)
+    state["optim"] = state["optim"]["state"]
+    return gathered | models.digests(state)
 
 
 def saved(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:

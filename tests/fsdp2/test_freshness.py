@@ -31,11 +31,6 @@ def double(tensor: Any) -> Any:
     return (tensor.detach().clone() * 2 + 0.125).detach()
 
 
-def initialise(model: nn.Module) -> None:
-    for parameter in models.held(model):
-        nn.init.normal_(parameter)
-
-
 def load(model: nn.Module) -> None:
     model.load_state_dict({name: double(tensor) for name, tensor in model.state_dict().items()})
 
@@ -73,17 +68,6 @@ def write_data(model: nn.Module) -> None:
         parameter.data.mul_(-3)
 
 
-def copy_data(model: nn.Module) -> None:
-    for parameter in models.held(model):
-        parameter.data.copy_(double(parameter))
-
-
-def swap_average(model: nn.Module) -> None:
-    parameters = [p.detach() for p in models.held(model)]
-    average = [double(p) for p in parameters]
-    torch._foreach_lerp_(parameters, average, 0.5)
-
-
 def write_local(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in models.held(model):
@@ -93,15 +77,12 @@ def write_local(model: nn.Module) -> None:
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     change.__name__: change
     for change in (
-        initialise,
         load,
         load_and_assign,
         set_full_state,
         broadcast_state,
         load_in_place,
         write_data,
-        copy_data,
-        swap_average,
         write_local,
     )
 }
@@ -141,7 +122,7 @@ def test_changes_on_all_ranks_are_cast(name: str, reshard: bool) -> None:
 
 
 ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
-    change.__name__: change for change in (load, write_data, copy_data, swap_average, write_local)
+    change.__name__: change for change in (load, write_data, write_local)
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.formats import model as formats
 from tests.fsdp2.models import place
 from tests.optim.traffic import recorded
-from tests.workers import Ranks, on_ranks
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2 import set_grad_wire
 
 FP8 = "fp8_1x128"
@@ -121,22 +121,13 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(ranks: Ranks, value
 @on_ranks(2)
 def test_refused_on_every_rank() -> None:
     model, rank = network(), dist.get_rank()
-    found = []
-
-    def attempt(call: Any) -> None:
-        try:
-            call()
-        except (RuntimeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-
-    attempt(lambda: set_grad_wire(model, FP8))
+    unsharded = error_of(lambda: set_grad_wire(model, FP8))
     fully_shard(model)
-    attempt(lambda: set_grad_wire(model, "fp8" if rank else FP8))
-    attempt(lambda: set_grad_wire(model, FP8 if rank else None))
+    name = error_of(lambda: set_grad_wire(model, "fp8" if rank else FP8))
+    difference = error_of(lambda: set_grad_wire(model, FP8 if rank else None))
     set_grad_wire(model, FP8)
     model.set_gradient_divide_factor(7.0)  # type: ignore[operator]
-    attempt(lambda: loss_of(model, 0).backward())  # type: ignore[no-untyped-call]
-    unsharded, name, difference, factor = found
+    factor = error_of(lambda: loss_of(model, 0).backward())  # type: ignore[no-untyped-call]
     assert unsharded.startswith("ValueError: set_grad_wire needs a model that fully_shard has sharded")
     assert name == "ValueError: rank 1: grad_wire is None or 'fp8_1x128', got 'fp8'"
     assert difference.startswith("ValueError: settings differ between ranks: grad_wire is None on rank 0")

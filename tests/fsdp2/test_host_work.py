@@ -42,7 +42,7 @@ class Layers(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(*layers[first::4]) for first in range(4))
 
 
-def profiled(work: Callable[[], object], note: Callable[[Any, str, Any], None]) -> None:
+def profiled(work: Callable[[], object], note: Callable[[Any, str, Any], None] | None) -> None:
     """Do the work and call `note` as `sys.setprofile` does, without the calls of a garbage collection."""
     gc.collect()
     gc.disable()
@@ -100,12 +100,7 @@ def passes(fmt: str) -> tuple[int, Counter[str]]:
     # Tensor cores' arithmetic, where torch has it on a CPU.
     with gemm.use("scaled_mm" if fmt in ("fp8_current", EXACT) else "auto", weight_gradients="fp8"):
         for number in range(3):
-            gc.collect()
-            gc.disable()
-            sys.setprofile(note if number == 2 else None)
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-            sys.setprofile(None)
-            gc.enable()
+            profiled(lambda: model(tokens[:, :-1], tokens[:, 1:]).backward(), note if number == 2 else None)
             model.zero_grad()
     return by_file.total(), Counter({file: count for file, count in by_file.items() if not file.startswith("/")})
 

@@ -1,6 +1,5 @@
 """torch.optim.Muon over a prepared model: DTensors make its matrix products whole, and checkpoints go to ZeroMuon and back."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import zerocast
+from tests.fsdp2.models import digests
 from tests.selection import worlds
 from tests.workers import on_ranks
 from zerocast.fsdp2 import TrainingState
@@ -101,32 +101,14 @@ def test_torch_muon() -> None:
         assert twin.grad is not None
         wanted = exact(twin.grad, oracle.state[twin]["momentum_buffer"])
         rate = LR * max(1, old.shape[0] / old.shape[1]) ** 0.5
-        errors = [
-            float(((old - value).double() / rate - wanted).norm() / wanted.norm()) for value in (new, twin.detach())
-        ]
+        errors = [((old - value).double() / rate - wanted).norm() for value in (new, twin.detach())]
         found.append((errors[0], errors[1]))
     run.step()
     run.backward(1)
     zerocast.verify(run.model).raise_for_differences()
-    errors, counts = found, {str(op): count for op, count in mode.get_comm_counts().items()}
-    assert all(sharded <= 1.5 * whole for sharded, whole in errors), errors
-    assert (
-        sum(counts.values()) >= 2 * 2 * 5
-    )  # two and more for each of five products of two matrices; ZeroMuon has none
-
-
-def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state by their keys."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def whole_of(value: Any) -> Tensor:
-    """A DTensor's whole; of anything else itself."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    assert all(sharded <= 1.5 * whole for sharded, whole in found), found
+    # Two and more for each of five products of two matrices; ZeroMuon has none.
+    assert mode.get_total_counts() >= 2 * 2 * 5
 
 
 @on_ranks(2)
@@ -146,5 +128,4 @@ def test_checkpoints_go_to_zero_muon_and_back(tmp_path: Path) -> None:
     other = TrainingState(last.model, last.optimizers)
     load(other, f"{folder}/zero")
     held = {"model": state.state_dict()["model"], "optim": state.state_dict()["optim"]}
-    found = dict(leaves(other.state_dict()))
-    assert [key for key, value in leaves(held) if not torch.equal(whole_of(value), whole_of(found[key]))] == []
+    assert digests(held).items() <= digests(other.state_dict()).items()

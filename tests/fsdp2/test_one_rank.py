@@ -1,23 +1,21 @@
 """What one rank alone refuses: all ranks raise, in the call or at the next gather, or none; no rank waits at a timeout."""
 
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.hosts.stopping import limit_collectives
-from tests.workers import error_of, on_ranks
+from tests.optim.test_one_rank import told_alike
+from tests.workers import on_ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.fsdp2.prepare import managers_of, validity_of
 from zerocast.optim import Checkpoints
 
-CULPRIT, SECONDS = 1, 5.0
 FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3", "mxfp8")
 
 
@@ -88,14 +86,4 @@ def check(call: str, folder: Path, optimizer: type[torch.optim.Optimizer]) -> No
         run = Trained(folder / str(number), optimizer)
         if call == "load":
             run.checkpoints.save(run.state, 0)
-        limit_collectives(SECONDS)
-        if dist.get_rank() == CULPRIT:
-            change(run)
-        started = time.monotonic()
-        said = [error_of(lambda: CALLS[call](run)), error_of(run.gather)]  # noqa: B023 (is called here)
-        seconds = time.monotonic() - started
-        limit_collectives(30)
-        assert seconds < SECONDS - 1, (state, said)
-        raised = [False] * 2
-        dist.all_gather_object(raised, any(said))
-        assert raised[0] == raised[1], (state, said)
+        told_alike(state, partial(change, run), partial(CALLS[call], run), run.gather)

@@ -2,22 +2,18 @@
 slice, and what is gathered is the unsharded cast.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net, OfExperts, largest, slow
 from tests.workers import error_of, on_ranks
-from zerocast.fsdp2 import FusedAdamW
-
-Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def columns(parameter: Tensor) -> Shard | None:
@@ -25,22 +21,10 @@ def columns(parameter: Tensor) -> Shard | None:
     return Shard(1) if parameter.dim() > 1 else None
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return FusedAdamW(model.parameters(), lr=1e-2)
-
-
-def in_8bit(model: nn.Module) -> torch.optim.Optimizer:
-    return models.with_8bit_moments(model, lr=1e-2)
-
-
-def trained(net: Any, width: int, optimizer: Optimizer, options: dict[str, Any]) -> None:
+def trained(net: Any, width: int, optimizer: str, options: dict[str, Any]) -> None:
     """The bytes are right at the start and after each of two steps."""
     model = models.sharded(net, **options)
-    stepped = optimizer(model)
+    stepped = models.OPTIMIZERS[optimizer](model)
     models.check(model, "at the start")
     for step in range(2):
         models.train(model, stepped, range(step, step + 1), width)
@@ -48,17 +32,22 @@ def trained(net: Any, width: int, optimizer: Optimizer, options: dict[str, Any])
         zerocast.verify(model).raise_for_differences()
 
 
-def matrices(formats: tuple[str, ...], width: int, hidden: int, optimizer: Optimizer, options: dict[str, Any]) -> None:
+def matrices(formats: tuple[str, ...], width: int, hidden: int, optimizer: str, options: dict[str, Any]) -> None:
     trained(Net(formats, width, hidden), width, optimizer, options)
 
 
 @pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
 @pytest.mark.parametrize(
     ("world", "hidden", "optimizer", "keep_codes"),
-    [(2, 256, fused, False), (3, 384, adamw, True), slow(2, 512, in_8bit, False), slow(4, 512, fused, False)],
+    [
+        (2, 256, "FusedAdamW", False),
+        (3, 384, "AdamW", True),
+        slow(2, 512, "8-bit moments", False),
+        slow(4, 512, "FusedAdamW", False),
+    ],
 )
 @on_ranks()
-def test_every_format(hidden: int, optimizer: Optimizer, keep_codes: bool) -> None:
+def test_every_format(hidden: int, optimizer: str, keep_codes: bool) -> None:
     """The first matrix of each block is cut by rows, the second one by columns, in one gather."""
     matrices(FORMATS, 64, hidden, optimizer, {"shard_placement_fn": largest, "keep_codes": keep_codes})
 
@@ -66,18 +55,20 @@ def test_every_format(hidden: int, optimizer: Optimizer, keep_codes: bool) -> No
 @on_ranks(3)
 def test_columns_of_any_number() -> None:
     """Slices of 12 columns, and 20: no multiples of what a copy takes at once."""
-    matrices(("fp8_current", DELAYED, "identity"), 60, 36, fused, {"shard_placement_fn": columns})
+    matrices(("fp8_current", DELAYED, "identity"), 60, 36, "FusedAdamW", {"shard_placement_fn": columns})
 
 
-def experts(formats: tuple[str, ...], optimizer: Optimizer) -> None:
+def experts(formats: tuple[str, ...], optimizer: str) -> None:
     """Two experts, fewer than there are ranks, whose last block is smaller in some formats."""
     trained(OfExperts(formats, (2, 128 * dist.get_world_size(), 64)), 64, optimizer, {"shard_placement_fn": largest})
 
 
 @pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
-@pytest.mark.parametrize(("world", "optimizer"), [(3, fused), slow(2, in_8bit), slow(4, adamw), slow(4, in_8bit)])
+@pytest.mark.parametrize(
+    ("world", "optimizer"), [(3, "FusedAdamW"), slow(2, "8-bit moments"), slow(4, "AdamW"), slow(4, "8-bit moments")]
+)
 @on_ranks()
-def test_fewer_experts_than_ranks(optimizer: Optimizer) -> None:
+def test_fewer_experts_than_ranks(optimizer: str) -> None:
     """Rows of every expert on each rank, and columns of every expert."""
     experts(FORMATS, optimizer)
 
@@ -85,7 +76,7 @@ def test_fewer_experts_than_ranks(optimizer: Optimizer) -> None:
 @on_ranks(2)
 def test_switch() -> None:
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), shard_placement_fn=columns)
-    models.train(model, fused(model), range(1), 64)
+    models.train(model, models.OPTIMIZERS["FusedAdamW"](model), range(1), 64)
     zerocast.switch(model, {"blocks.0.*.weight": "fp8_current", "blocks.1.*.weight": "nvfp4"})
     models.check(model, "switched")
 

@@ -7,23 +7,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from tests.fsdp2 import models
-from tests.fsdp2.gpt import text
 from tests.fsdp2.models import FORMATS
 from tests.workers import on_ranks
 
-WIDE, NARROW = (
-    128,
-    64,
-    # slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is
-    # half of one
-)
+# slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is half of one
+WIDE, NARROW = 128, 64
+CONTEXT = 32
 MIXED = {"blocks.0.*.weight": "fp8_current", "blocks.1.attn.*": "nvfp4", "blocks.1.mlp.*": "mxfp8"}
+
+
+def text(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Bytes of a noisy periodic text, of two bits a byte at least, and the bytes that follow."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    start = torch.randint(0, 61, (rows, 1), generator=generator)
+    stride = torch.randint(1, 4, (rows, 1), generator=generator)
+    noise = torch.randint(0, 4, (rows, CONTEXT + 1), generator=generator)
+    tokens = ((start + stride * torch.arange(CONTEXT + 1)) % 61 * 4 + noise).to(models.place())
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> Any:
@@ -31,7 +38,7 @@ def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> A
     mesh = models.mesh((replicas, dist.get_world_size() // replicas // 2, 2), ("replicate", "shard", "tp"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=width, context=32)).to(models.place())
+        model: Any = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=width, context=CONTEXT)).to(models.place())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or not name.startswith(frozen))
     for block in model.blocks:

@@ -179,11 +179,3 @@ def test_amax_of_slices_needs_a_mesh(fmt: str, text: str) -> None:
 @on_ranks(2)
 def test_a_block_lies_in_one_slice(fmt: str, hidden: int, text: str) -> None:
     assert text in error_of(lambda: parallel(fmt, hidden=hidden)(models.batch(0, WIDTH, rank=0)))
-
-
-@on_ranks(4)
-def test_placements_are_those_of_fsdp2() -> None:
-    """Strided shards stay what DTensor calls them."""
-    model = parallel("mxfp8")
-    placements = [[type(p).__name__ for p in parameter.placements] for parameter, _ in models.masters(model).values()]
-    assert placements == [["_StridedShard", "Shard"], ["Shard", "Shard"]]

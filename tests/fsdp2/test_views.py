@@ -228,32 +228,15 @@ def row(local: Tensor) -> None:
     local[0] = local.abs().max().item() + 1.0
 
 
-def rows(local: Tensor) -> None:
-    for one in local:
-        one.add_(0.5)
-
-
 FORMS: dict[str, Callable[[Any], object]] = {
     "local row": lambda p: row(p.to_local()),
-    "local column": lambda p: p.to_local()[:, 0].fill_(7.0),
-    "local elements": lambda p: p.to_local().masked_fill_(p.to_local() > 0, 0.25),
-    "local transpose": lambda p: p.to_local().t().mul_(2),
-    "local flat": lambda p: p.to_local().view(-1).mul_(2),
-    "row by row": lambda p: rows(p.to_local()),
-    "diagonal": lambda p: p.to_local().diagonal().zero_(),
-    "out": lambda p: torch.add(p.to_local()[0], 1, out=p.to_local()[1]),
     "foreach": lambda p: torch._foreach_mul_(list(p.to_local().unbind()), 3),
     "index_put": lambda p: p.to_local().view(-1).index_fill_(0, torch.tensor([0, 1], device=p.device), 5.0),
     "view of a view": lambda p: p.to_local().t()[1:].unsqueeze(0)[0, 0].copy_(torch.ones(())),
     "data row": lambda p: row(p.data.to_local()),
-    "data of local": lambda p: row(p.to_local().data),
-    "data, flat": lambda p: p.to_local().data.view(-1).mul_(2),
-    "detached row": lambda p: row(p.detach().to_local()),
     "detached, flat": lambda p: p.detach().to_local().view(-1).mul_(2),
     "DTensor column": lambda p: p.data[:, 0].mul_(3),
     "DTensor transpose": lambda p: p.detach().t().mul_(3),
-    "DTensor flat": lambda p: p.detach().view(-1).mul_(3),
-    "unsafe_split": lambda p: p.to_local().unsafe_chunk(2)[0].mul_(3),
 }
 
 

@@ -77,19 +77,3 @@ def reductions(formats: tuple[str, ...], optimizers: int) -> list[list[int]]:
 def test_one_reduction_a_step(optimizers: int) -> None:
     """However many weights, formats and optimizers."""
     assert [len(sizes) for sizes in reductions(FORMATS, optimizers)] == [1, 1, 1]
-
-
-@on_ranks(2)
-def test_a_reduction_carries_a_number_a_tensor() -> None:
-    """With boundaries on blocks; in bf16, since all nominal dtypes are."""
-    assert reductions(("nvfp4", "fp8_current", DELAYED), 1) == [[2 * 6]] * 3
-
-
-@on_ranks(2)
-def test_one_gather_a_module() -> None:
-    """A step is known before the first gather, which therefore is not repeated."""
-    model = models.sharded(Net(FORMATS[:2], 64, 96))
-    x = models.batch(0, 64)
-    with torch.no_grad():
-        model(x)
-    assert len(traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-gather"]) == 2

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 import zerocast
 from tests.devices import gpus
 from tests.fsdp2 import (
-    gpt,
     models,
     test_bits,
     test_freshness,
@@ -36,8 +35,8 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that assert, or return complaints
     "every format": (test_bits.trained, FORMATS, 64, 96, {}),
     "boundaries on blocks": (test_bits.trained, FORMATS, 64, 64, {}),
     "empty shards": (test_bits.trained, SMALL, 130, 1, {}),
-    "columns": (test_shard_placement.matrices, FORMATS, 64, 512, test_shard_placement.fused, LARGEST),
-    "experts in slices": (test_shard_placement.experts, FORMATS, test_shard_placement.fused),
+    "columns": (test_shard_placement.matrices, FORMATS, 64, 512, "FusedAdamW", LARGEST),
+    "experts in slices": (test_shard_placement.experts, FORMATS, "FusedAdamW"),
     "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
     "replicas": (test_bits.on_mesh, (2, 1)),
     "meta": (test_bits.from_meta,),
@@ -54,7 +53,6 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that assert, or return complaints
     "steps within a backward pass": (test_loops.stepped_within, "sgd", False),
     "fused steps within a backward pass": (test_loops.stepped_within, "fused", True),
     "loops": (test_loops.changes, False, tuple(test_loops.DETOURS)),
-    "gpt, two optimizers": (gpt.trained,),
     "8-bit moments in host memory": (test_moments_8bit.trained_on_the_host,),
 }
 
