@@ -10,7 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
 from zerocast.optim.validate import hyperparameters_by_name
 from zerocast.weight.validity import Use, Validity, transaction_together
+
+if TYPE_CHECKING:
+    from zerocast.backends.cuda import StandIns
 
 # A plain parameter takes the same pass as this format. Its amax is not read.
 PLAIN = get_format("fp8_current"), torch.float32
@@ -549,7 +552,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """List the objects that the tables depend on: parameters, their addresses, the tensors of
         their state, and the dtypes of gradients.
         """
-        return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
+        return [[id(p), t.data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
@@ -628,17 +631,6 @@ class FusedAdamW(torch.optim.Optimizer):
         return len(pieces) == 1 and pieces[0][Piece.COLUMNS] == weight.geometry.columns
 
 
-class StandIns(Protocol):
-    """Tensors with fixed addresses in a graph. They replace tensors that move between replays."""
-
-    tensors: list[Tensor]
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Let the next replay read `tensors`. Their number and sizes must equal those of the first
-        tensors.
-        """
-
-
 class CapturableFusedStep(CapturableStep):
     """A step of FusedAdamW and the cast after it, for a CUDA graph. Gathers stay outside.
 
@@ -652,7 +644,7 @@ class CapturableFusedStep(CapturableStep):
             gradients itself.
     """
 
-    def __init__(self, optimizer: FusedAdamW, stand_ins: Callable[[Sequence[Tensor]], StandIns] | None = None) -> None:
+    def __init__(self, optimizer: FusedAdamW, stand_ins: "type[StandIns] | None" = None) -> None:
         self._optimizer, self._make_stand_ins = optimizer, stand_ins
         # Stand-ins for the gradients of each launch. They live as long as the graph.
         self._stand_ins: dict[AdamPass, StandIns] = {}

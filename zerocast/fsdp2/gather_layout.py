@@ -40,7 +40,6 @@ from torch import Tensor
 
 from zerocast.distributed.row_shards import (
     UNIT,
-    InnerShards,
     RowsOfScales,
     ScaleRegion,
     ShardGeometry,
@@ -250,30 +249,6 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
     return index
 
 
-@dataclass(frozen=True)
-class InnerShardCodes:
-    """The codes `name` of the weight at `weight_index`, `gathered` in `inner_shards`, which are
-    copied to a buffer `joined`.
-    """
-
-    weight_index: int
-    name: str
-    inner_shards: InnerShards
-    gathered: Tensor
-    joined: Buffer
-
-
-def _inner_shard_codes(
-    layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]
-) -> Iterator[InnerShardCodes]:
-    """Yield the codes of each weight in inner shards among the gathered `outputs` of all."""
-    for weight_index, layout in enumerate(layouts):
-        inner_shards = layout.geometry.inner_shards
-        if inner_shards is not None:
-            for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False):
-                yield InnerShardCodes(weight_index, name, inner_shards, gathered, joined)
-
-
 class GatheredMetadata:
     """The gathered `metadata` `[world, bytes]` of some weights, and the buffers that they fill.
     FSDP2 gives the same tensors memory at every gather.
@@ -306,7 +281,14 @@ class GatheredMetadata:
         # Buffers that are filled one at a time: index of the weight, region, and its metadata.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
-        inner_codes = list(_inner_shard_codes(layouts, outputs))
+        # Codes in inner shards: index of the weight, name, shards, what is gathered, and the buffer
+        # that it is copied to.
+        inner_codes = [
+            (weight_index, name, layout.geometry.inner_shards, gathered, joined)
+            for weight_index, layout in enumerate(layouts)
+            for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False)
+            if layout.geometry.inner_shards is not None
+        ]
         first = 0
         for weight_index, (layout, own_metadata) in enumerate(zip(layouts, all_metadata, strict=True)):
             for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
@@ -321,14 +303,14 @@ class GatheredMetadata:
             Buffer((sum(rows.rows for rows in of_length), row_bytes), "uint8")
             for row_bytes, of_length in by_length.items()
         ]
-        all_specs = [*(codes.joined for codes in inner_codes), *specs, *rows_of_length]
+        all_specs = [*(joined for *_, joined in inner_codes), *specs, *rows_of_length]
         memory, parts = side_by_side(all_specs, metadata.device)
         if all_specs:
             self.memory.append(memory)
-        for codes in inner_codes:
-            buffer = self.buffers[codes.weight_index][codes.name] = next(parts)
-            self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
-        self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
+        for weight_index, name, inner_shards, gathered, _ in inner_codes:
+            buffer = self.buffers[weight_index][name] = next(parts)
+            self._copies_of_codes.append(inner_shards.copy_of_elements(buffer, gathered))
+        self.gathered_inner_codes = [gathered for *_, gathered, _ in inner_codes]
         for (weight_index, region, own_metadata), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[weight_index][region.name] = buffer

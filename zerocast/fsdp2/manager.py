@@ -96,11 +96,6 @@ class CastManager(Driver[ShardPlan]):
         """The prepared weights, which the model keeps alive."""
         return self.plan.weights
 
-    @property
-    def casts(self) -> tuple[int, bool]:
-        """(number of casts so far, True if the next gather casts)."""
-        return self.plan.generation, self._is_due
-
     # -- casts
 
     def make_due(self, by: Optimizer | None = None) -> None:

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, cut_moment_groups
 from zerocast.fsdp2.parameter import flat_local
+from zerocast.optim.flat_masters import MOMENTS
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
-
-NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedMoments:
@@ -61,7 +60,7 @@ class ShardedMoments:
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the codes of both moments, keyed by name, sharded like the parameter."""
         moments = self.get(parameter)
-        return {name: _cut_like(getattr(moments, name), parameter) for name in NAMES}
+        return {name: _cut_like(getattr(moments, name), parameter) for name in MOMENTS}
 
     def values(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return FP32 copies of both moments, keyed by name, sharded like the parameter."""
@@ -74,7 +73,7 @@ class ShardedMoments:
         self.begin()
         for finishes in (False, True):
             for (parameter, state), count in zip(states.items(), counts, strict=True):
-                flat = {name: flat_local(state[name]) for name in NAMES}
+                flat = {name: flat_local(state[name]) for name in MOMENTS}
                 self.get(parameter).load({self._parts[parameter].name: flat}, [int(count)], finishes)
             if not finishes:
                 self.reduce()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.weight import NOT_SHARDED, FSDPWeight, WeightHost
+from zerocast.fsdp2.weight import NOT_SHARDED, FSDPWeight
 
 
 class _WrapsPlain(Tensor):
@@ -98,7 +98,7 @@ class MasterParameter(_WrapsPlain):
             )
 
     @property
-    def master_owner(self) -> WeightHost:
+    def master_owner(self) -> Any:
         """The CastManager, which casts this master and shows it to `zerocast.verify`."""
         return self.weight.host
 

@@ -8,7 +8,7 @@ collection.
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from zerocast.formats.dtypes import dtype_name
 from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.master_memory import MasterAddresses, MasterMemory
 from zerocast.weight.validity import Validity
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 if TYPE_CHECKING:
+    from zerocast.fsdp2.manager import CastManager
     from zerocast.fsdp2.param_groups import ParamGroup
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
@@ -72,51 +72,6 @@ class Presentation:
 
 
 AS_QUANTIZED_WEIGHT = Presentation()
-
-
-class WeightPlan(Protocol):
-    """The part of a ShardPlan that its weights use.
-
-    Attributes:
-        generation: the number of casts so far. The same on all ranks, or gathers raise.
-        problem: the reason why this rank could not make the last cast. None if it could.
-        validity: the validity of all masters together.
-        addresses: where the masters were when they were located.
-    """
-
-    generation: int
-    problem: Exception | None
-    validity: Validity
-    addresses: MasterAddresses
-
-    def mark_amaxes_old(self) -> None:
-        """Called after an operator has written to a master."""
-
-    def record_written(self, weight: "FSDPWeight") -> None:
-        """Called once this rank knows that a master has changed since the last cast."""
-
-    def mark_rewrapped(self) -> None:
-        """Called when a master gets a new wrapper, which may be over different storage."""
-
-
-class WeightHost(Protocol):
-    """The part of a CastManager that its weights use.
-
-    Attributes:
-        memory: the memory of the shards of masters that FSDP2 allocates.
-    """
-
-    memory: MasterMemory
-
-    @property
-    def plan(self) -> WeightPlan:
-        """The plan that casts the weight."""
-
-    def before_gather(self) -> None:
-        """Cast if that is due. Called before each gather."""
-
-    def cast_again(self) -> None:
-        """Cast once more, since all ranks have written to a weight."""
 
 
 class FSDPWeight:
@@ -177,7 +132,7 @@ class FSDPWeight:
         self,
         name: str,
         fmt: FormatSpec,
-        host: WeightHost,
+        host: "CastManager",
         shared_amax: SharedAmax | None = None,
         presentation: Presentation = AS_QUANTIZED_WEIGHT,
     ) -> None:

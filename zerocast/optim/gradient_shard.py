@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,23 +24,11 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
 
+if TYPE_CHECKING:
+    from zerocast.optim.gradients import GradientReducer
+
 _grad = operator.attrgetter("grad")
 logger = logging.getLogger(__name__)
-
-
-class Rounds(Protocol):
-    """The reducer, as GradientShard calls it. Methods raise RuntimeError where they cannot run now,
-    for example inside `no_sync()`.
-    """
-
-    def complete(self) -> None:
-        """Reduce the gradients that are not reduced yet, if gradients may be read now."""
-
-    def land(self) -> None:
-        """Wait for reductions that were started."""
-
-    def mark_modified(self) -> None:
-        """Record that the shard differs from a reduction of the local gradients."""
 
 
 def shard_dtype(layout: Layout, config: ZeroConfig) -> torch.dtype:
@@ -59,8 +47,8 @@ class GradientShard:
     gradients are added to them or changed in place, and they stay f32 afterwards.
 
     `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the
-    elements by a factor that is still to be applied and says whether there was one. `rounds` is not
-    kept alive.
+    elements by a factor that is still to be applied and says whether there was one. The reducer is
+    not kept alive.
     """
 
     def __init__(
@@ -70,7 +58,7 @@ class GradientShard:
         norms: ParameterNorms,
         device: torch.device,
         dtype: torch.dtype,
-        rounds: Rounds,
+        reducer: "GradientReducer",
     ) -> None:
         self.flat = torch.zeros(flat_numel(list(buckets)), dtype=dtype, device=device)
         self.version = 0
@@ -79,7 +67,7 @@ class GradientShard:
         self.changes = 0
         self.keeps_local = False
         self.apply_clip: Callable[[], bool] = bool
-        self._rounds: weakref.ref[Any] = weakref.ref(rounds)
+        self._owner = weakref.ref(reducer)
         self._buckets, self._group, self._norms = list(buckets), group, norms
         me = weakref.ref(self)  # gradients live as long as the parameters do
         self.parts: list[GradientPart] = []
@@ -160,11 +148,11 @@ class GradientShard:
     def _elements(self, part: GradientPart) -> Tensor:
         return self.flat[part.start : part.start + part.span.numel]
 
-    def _reducer(self) -> Rounds:
-        rounds: Rounds | None = self._rounds()
-        if rounds is None:
+    def _reducer(self) -> "GradientReducer":
+        reducer = self._owner()
+        if reducer is None:
             raise RuntimeError(GONE)
-        return rounds
+        return reducer
 
     def _make_ready(self) -> None:
         self._reducer().complete()

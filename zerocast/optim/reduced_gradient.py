@@ -16,46 +16,19 @@ until it is reduced as well.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span
 
+if TYPE_CHECKING:
+    from zerocast.optim.gradient_shard import GradientShard
+
 GONE = "the optimizer that this gradient belonged to is gone: set p.grad to None, or call model.zero_grad()"
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-
-
-class OwnsGradients(Protocol):
-    """The methods of the shard that a gradient calls. They raise RuntimeError while there is no
-    reduced gradient to read.
-    """
-
-    def view(self, part: "GradientPart") -> Tensor:
-        """Return the elements on this rank, f32. Gradients that are not reduced yet are reduced
-        first.
-        """
-
-    def mark_changed(self, part: "GradientPart") -> None:
-        """Record that the elements of `view` were written."""
-
-    def norm(self, part: "GradientPart", norm_type: float) -> Tensor:
-        """Return the norm of the full gradient, f32[]."""
-
-    def gathered(self, part: "GradientPart") -> Tensor:
-        """Return the full gradient, f32, one-dimensional. Collective."""
-
-    def zero(self, part: "GradientPart") -> None:
-        """Zero the gradient, reduced or not. Not a collective."""
-
-    def finite_everywhere(self, found_inf: Tensor) -> None:
-        """Set a flag on all ranks if it is set on any. Collective."""
-
-    @property
-    def keeps_local(self) -> bool:
-        """True if gradients of this rank outlive the arrival at their parameter."""
 
 
 @dataclass(eq=False)
@@ -84,14 +57,14 @@ class GradientPart:
     numel: int
     span: Span
     start: int
-    shard: "weakref.ref[Any]"
+    shard: "weakref.ref[GradientShard]"
     local: Tensor | None = None
     forgotten: bool = False
     summed: bool = False
 
-    def owner(self) -> OwnsGradients:
+    def owner(self) -> "GradientShard":
         """Return the owner of the shard. Raises RuntimeError if it no longer exists."""
-        owner: OwnsGradients | None = self.shard()
+        owner = self.shard()
         if owner is None:
             raise RuntimeError(GONE)
         return owner

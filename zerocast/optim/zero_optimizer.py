@@ -453,14 +453,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups=(self._group,),
             weights=self._weights.shapes(),
             plain=self._weights.plain_matrices(),
-            check=self._check_switch,
+            check=lambda formats: self._check_between_steps(Use.SWITCH),
             convert=self._weights.convert,
             recast=self._recast_switched,
             held=[self._weights, self._driver, *self._plan.held],
         )
-
-    def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
-        self._check_between_steps(Use.SWITCH)
 
     def _check_between_steps(self, use: Use) -> None:
         """Raise RuntimeError, on this rank only, if formats or parameters cannot change now."""
