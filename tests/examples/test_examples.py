@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ from examples.gpt_pretrain.data import Corpus, standard_library_files
 from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.measure import bytes_per_parameter, digest_of_weights, forward_buffers
 from examples.gpt_pretrain.model import GPT, GPTConfig
-from examples.gpt_pretrain.run_log import RunLog, read_records
+from examples.gpt_pretrain.run_log import Record, RunLog, read_records
 from examples.gpt_pretrain.world import World
 from tests.selection import some
 from tests.workers import Ranks
@@ -315,6 +316,35 @@ def test_a_silent_run_is_ended(text: Path, tmp_path: Path):
     assert run.has_ended
 
 
+def test_a_slow_machine_gets_fewer_steps():
+    def records(step_seconds: float) -> list[Record]:
+        steps = [{"event": "train", "step_seconds": step_seconds} for _ in range(demo.PACE_STEPS)]
+        return [{"event": "start", "config": {"steps": 300, "batch_size": 4}}, *steps]
+
+    demo.check_pace(records(0.25), seconds=90)
+    demo.check_pace(records(9.0)[:-1], seconds=90)  # too early to tell
+    short = [{"event": "start", "config": {"steps": demo.LEAST_STEPS}}, *records(9.0)[1:]]
+    demo.check_pace(short, seconds=90)  # as few steps as there may be
+    with pytest.raises(demo.TooSlowError) as caught:
+        demo.check_pace(records(0.8), seconds=90)
+    assert caught.value.pace == pytest.approx(0.8)
+    assert caught.value.batch_size == 4
+    least = demo.START_SECONDS + demo.LEAST_STEPS * 0.8
+    assert demo.affordable_run(0.8, 4, seconds=least + 8.1) == (demo.LEAST_STEPS + 10, 4)
+    assert demo.affordable_run(1.6, 4, seconds=least + 8.1) == (demo.LEAST_STEPS, 2)
+    assert demo.affordable_run(80.0, 4, seconds=least) == (demo.LEAST_STEPS, 1)
+
+
+@pytest.mark.parametrize("formats", [("bf16", "nvfp4", "fp8_block"), ("nvfp4", "bf16"), ("bf16",)])
+def test_the_demo_ends_when_it_said(formats: tuple[Any, ...]):
+    """With the steps that the share of the first run affords, all runs fit into what is left, slower formats too."""
+    config, elapsed, pace = demo.DemoConfig(formats=formats), 20.0, 0.4
+    first = pace if formats[0] == "bf16" else pace * demo.QUANTIZED_COST
+    steps = demo.affordable_steps(first, config.share(elapsed))
+    runs = [demo.START_SECONDS + steps * pace * (1 if name == "bf16" else demo.QUANTIZED_COST) for name in formats]
+    assert config.seconds - 2 < elapsed + sum(runs) <= config.seconds
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     {
@@ -326,7 +356,7 @@ def test_a_silent_run_is_ended(text: Path, tmp_path: Path):
         "train --out /proc/nowhere": "No such file or directory: '/proc/nowhere'",
         "train --format nvfp4 --model.n-embd 8": "nvfp4 needs rows that are a multiple of 16, got 24",
         "train --resume": "--resume: runs/gpt/checkpoints holds no complete checkpoint",
-        "demo --timeout -1": "timeout must be at least 1, got -1",
+        "demo --seconds -1": "seconds must be at least 1, got -1",
         "demo --ranks 0": "ranks must be at least 1, got 0",
         "demo --stepz 4": "--steps",
         "demo --steps -4": "steps must be at least 1, got -4",
