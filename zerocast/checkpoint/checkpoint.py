@@ -12,17 +12,16 @@ import logging
 import operator
 import secrets
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
+from zerocast.checkpoint.checkpointed import Checkpointed, SavedMoments
 from zerocast.checkpoint.manifest import LOADS, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
@@ -33,68 +32,12 @@ from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
 from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
 from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
-from zerocast.formats import FormatSpec
-from zerocast.formats.shared_amax import SharedAmax
 
 logger = logging.getLogger(__name__)
-# The entries of moments in the metadata of a checkpoint: {parameter: {name of the moment: entry}}.
-SavedMoments = Mapping[str, Mapping[str, TensorStorageMetadata]]
 # The step of a checkpoint that does not belong to a numbered series.
 UNNUMBERED: Any = object()
 # The name of the call in the error that is raised if ranks make different calls.
 SAVES = "saves a checkpoint"
-
-
-class Checkpointed(Protocol):
-    """An object whose state a checkpoint holds: a ZeroAdamW or a `zerocast.fsdp2.TrainingState`."""
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups. States of the same parameters belong to the same run."""
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that write and read together; None for one process."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model that is trained, None if the object does not know it."""
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters that were given and are not trained, keyed by name; none if `model` is
-        known.
-        """
-
-    @property
-    def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight keyed by name, for the manifest."""
-
-    @property
-    def shared_amaxes(self) -> Mapping[str, SharedAmax]:
-        """The weights of each shared tensor amax, keyed by the name of each weight that shares it,
-        for the manifest.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors keyed by name, under the keys of `zerocast.optim.state`."""
-
-    def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """Return the same tensors, to be overwritten in place by a reader. Moments that the
-        optimizer has not made yet are made with the names and shapes of `kept`, the moments in the
-        checkpoint.
-        """
-
-    def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank only, for impossible step counts or hyperparameters."""
-
-    def overwriting(self) -> AbstractContextManager[None]:
-        """Mark the state as partly written while the body reads into it and calls
-        `load_state_dict`.
-        """
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Adopt a state whose tensors were loaded."""
 
 
 def save(

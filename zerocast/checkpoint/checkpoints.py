@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerocast.checkpoint import checkpoint
-from zerocast.checkpoint.checkpoint import Checkpointed
+from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.lineage import Lineage, Runs, TrainedParameters
 from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard

@@ -15,8 +15,9 @@ import secrets
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.store import Location
 
 # The number of runs that are remembered for each folder.
@@ -46,18 +47,6 @@ class Lineage:
         return Lineage(number=1 + max(numbers.values(), default=0), ancestors=ancestors)
 
 
-class HasParamGroups(Protocol):
-    """The attributes of an optimizer that TrainedParameters reads."""
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups, as torch.optim.Optimizer has them."""
-
-    @property
-    def model(self) -> Any:
-        """The model, None if the optimizer does not know it."""
-
-
 @dataclass(frozen=True)
 class TrainedParameters:
     """The set of parameters that an optimizer trains.
@@ -76,7 +65,7 @@ class TrainedParameters:
     name: str
 
     @staticmethod
-    def from_optimizer(optimizer: HasParamGroups) -> "TrainedParameters":
+    def from_optimizer(optimizer: Checkpointed) -> "TrainedParameters":
         """Return the parameters of an optimizer, or of an object that holds its state."""
         ids = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         owner = optimizer if optimizer.model is None else optimizer.model

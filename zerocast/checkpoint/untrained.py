@@ -16,13 +16,14 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zerocast.checkpoint import extras
+from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.distributed.group import Group
@@ -40,22 +41,6 @@ UNKNOWN = (
 )
 # The models (or optimizers that know no model) whose incomplete checkpoints were logged already.
 _logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-class HasParameters(Protocol):
-    """The attributes of an optimizer that Untrained reads."""
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups, as torch.optim.Optimizer has them."""
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters that it was given and does not train, keyed by name."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model, None if the optimizer does not know it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +63,7 @@ class Untrained:
     left_out: tuple[str, ...] = ()
 
     @staticmethod
-    def collect(optimizer: HasParameters, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
+    def collect(optimizer: Checkpointed, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
         """Return the untrained tensors of `model`, or of the model that the optimizer knows.
 
         `masters` are the optimizer's entries keyed by name. Raises ValueError if a frozen parameter
@@ -186,7 +171,7 @@ class Untrained:
                 )
         return problems
 
-    def log_left_out(self, optimizer: HasParameters, rank: int) -> None:
+    def log_left_out(self, optimizer: Checkpointed, rank: int) -> None:
         """Log, once for each model, which state its checkpoints do not have."""
         owner = optimizer if optimizer.model is None else optimizer.model
         if self.left_out and rank == 0 and owner not in _logged:

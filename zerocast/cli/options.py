@@ -71,7 +71,6 @@ class PlanConfig:
     deepseek-v3, gpt-oss-20b, gpt-oss-120b), a config.json of any model that transformers builds, or
     its folder, or a JSON file with a list of parameters.
     """
-    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The model, as an option.")] = ""
     ranks: int = 8
     """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
     format: str = "nvfp4"
@@ -108,11 +107,10 @@ class PlanConfig:
     """Also draw the footprints as stacked bars, or a sweep as curves."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless one model is named."""
-        if bool(self.model) == bool(self.named):
+        """Raise ValueError unless a model is named."""
+        if not self.model:
             names = ", ".join(presets())
             raise ValueError(f"pass one model, as in zerocast plan llama3-8b: {names}, or a config.json")
-        object.__setattr__(self, "model", self.model or self.named)
 
 
 @dataclass(frozen=True)

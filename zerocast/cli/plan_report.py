@@ -75,9 +75,7 @@ def _setup(config: PlanConfig) -> Setup:
 
 
 def _options(config: PlanConfig) -> dict[str, Any]:
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-    del options["named"]
-    return options
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 
 def _as_dict(config: PlanConfig, footprints: Sequence[Footprint]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocast.checkpoint.checkpoint import SavedMoments
+from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.checkpoint.moments import MOMENTS
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource

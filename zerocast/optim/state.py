@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.plan import CastPlan
-from zerocast.checkpoint.checkpoint import SavedMoments
+from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.checkpoint.moments import SCALES
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks

@@ -23,7 +23,7 @@ from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.host import CastDriver
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import SwitchPart
-from zerocast.checkpoint.checkpoint import SavedMoments
+from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, Layout, lay_out
 from zerocast.distributed.group import Caller, Group, GroupLike

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec, ScaleRule, get_format, layout
+from zerocast.serve.namings import TOP
 from zerocast.weight import QuantizedWeight
 
-# The largest code of nvfp4 times its largest scale.
-TOP = 6.0 * 448.0
 # The tensors of a weight by the suffix after its name.
 Stored = Mapping[str, Tensor]
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_scale_2", "_scale_inv", "_shape")

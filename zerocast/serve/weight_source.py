@@ -2,13 +2,15 @@
 
 A model of whole weights, in one process or under ZeroAdamW, yields one tensor at a time. Under
 FSDP2 a batch has the weights that one group gathers: all ranks iterate together, and a batch is
-processed before the next one is gathered.
+valid until the next one is asked for. An error of one rank between collectives of a batch is raised
+on all; in a collective of torch's own, such as a gather of FSDP2, the others wait until it times
+out. Shared tensors come once. Formats, shapes and dtypes are known before any tensor is read.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,81 +30,6 @@ Batch = Sequence[tuple[str, Tensor]]
 Casts = tuple[tuple[int, ...], ...]
 
 
-class WeightSource(Protocol):
-    """The tensors of a model by name, shared ones once; `formats` are those of quantized weights.
-
-    Ranks of `group` call `batches` together and agree on each of them. An error of one rank between
-    collectives of a batch is raised on all; in a collective of torch's own, such as a gather of
-    FSDP2, the others wait until it times out.
-    """
-
-    @property
-    def group(self) -> Group:
-        """The ranks that read together, each of which writes its part."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The logical shape of each weight by name, in the order of the batches. Files of an export
-        have that order.
-        """
-        ...
-
-    @property
-    def formats(self) -> Mapping[str, FormatSpec]:
-        """The formats of quantized weights, so that a naming can raise for them before any tensor
-        is read.
-        """
-        ...
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each tensor in its batch, nominal for weights."""
-        ...
-
-    @property
-    def nominal(self) -> torch.dtype | None:
-        """The nominal dtype of the quantized weights; None if they have several, or there are
-        none.
-        """
-        ...
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the tensors; a batch is valid until the next one is asked for."""
-        ...
-
-
-class LiveSource(WeightSource, Protocol):
-    """The weights of a run that continues training."""
-
-    @property
-    def is_transient(self) -> bool:
-        """True if tensors are freed once the next batch is asked for."""
-        ...
-
-    @property
-    def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
-        """The weights that each quantized weight shares its tensor amax with; None for none."""
-        ...
-
-    @property
-    def masters_group(self) -> Group:
-        """The ranks that share the masters. Raises ValueError if there are several groups of
-        them.
-        """
-        ...
-
-    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype that a tensor which is not quantized computes in."""
-        ...
-
-    def watch(self) -> Callable[[], Casts]:
-        """Return a look at counters that change when weights are cast or changed. It is called for
-        each bucket, so it looks up nothing by name.
-        """
-        ...
-
-
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, shared ones once, and persistent buffers, by name."""
     saved = _saved_names(model)
@@ -115,31 +42,6 @@ def is_sharded(model: nn.Module) -> bool:
     DTensors.
     """
     return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
-    """Return the weights of a model, sharded by FSDP2 or unsharded.
-
-    `group` are the ranks that read it together, by default all ranks for a model that is sharded,
-    and this process only for one that is unsharded.
-    """
-    if is_sharded(model):
-        return ShardedModel(model, Group.of(group))
-    return WholeModel(model, ONE_PROCESS if group is None else Group.of(group))
-
-
-def live_source_of(what: Any) -> LiveSource:
-    """Return the weights of a model or of an owner of masters. Raises TypeError for anything
-    else.
-    """
-    if isinstance(what, nn.Module):
-        return source_of(what)
-    if hasattr(what, "master_views"):
-        return OwnedWeights(what)
-    raise TypeError(
-        f"live weights are those of a model, a ZeroAdamW, a CastPlan or an attachment to a host, got {type(what).__name__}; "
-        "under FSDP2 pass the model"
-    )
 
 
 def _saved_names(model: nn.Module) -> set[str]:
@@ -397,3 +299,33 @@ class LazyTensors:
     def batches(self) -> Iterator[Batch]:
         """Yield the tensors, one at a time."""
         yield from ([(name, self.make(name))] for name in self.shapes)
+
+
+# The weights of a run that continues training, and whatever an export reads.
+LiveSource = WholeWeights | ShardedModel
+WeightSource = LiveSource | LazyTensors
+
+
+def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
+    """Return the weights of a model, sharded by FSDP2 or unsharded.
+
+    `group` are the ranks that read it together, by default all ranks for a model that is sharded,
+    and this process only for one that is unsharded.
+    """
+    if is_sharded(model):
+        return ShardedModel(model, Group.of(group))
+    return WholeModel(model, ONE_PROCESS if group is None else Group.of(group))
+
+
+def live_source_of(what: Any) -> LiveSource:
+    """Return the weights of a model or of an owner of masters. Raises TypeError for anything
+    else.
+    """
+    if isinstance(what, nn.Module):
+        return source_of(what)
+    if hasattr(what, "master_views"):
+        return OwnedWeights(what)
+    raise TypeError(
+        f"live weights are those of a model, a ZeroAdamW, a CastPlan or an attachment to a host, got {type(what).__name__}; "
+        "under FSDP2 pass the model"
+    )
