@@ -1,12 +1,13 @@
-"""Make `presets.json` from the configs of published models: `python -m tests.cli.presets`.
+"""Make the presets of `zerocast plan` from the configs of published models: `python -m tests.cli.presets`.
 
-Fields are those of the models' own config.json that shapes depend on. Needs transformers.
+`presets.json` beside this has the fields of the models' own config.json that shapes depend on. Needs transformers.
 """
 
 import json
 import re
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -14,76 +15,7 @@ import transformers
 from zerocast.footprint.built_model import build
 from zerocast.footprint.shapes import PRESET_FILE, ROOT, Model, Parameter
 
-LLAMA_3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama3-8b": LLAMA_3
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "llama3-70b": LLAMA_3
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "llama3-405b": LLAMA_3
-    | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "qwen3-235b-a22b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "vocab_size": 151936,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "vocab_size": 32000,
-    },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-        "num_nextn_predict_layers": 1,
-    },
-    "gpt-oss-20b": GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
-}
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def list_of(model: Model) -> dict[str, Any]:

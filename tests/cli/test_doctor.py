@@ -134,20 +134,10 @@ def test_a_preference_that_cannot_be_met(monkeypatch, capsys):
     assert "zerocast doctor: unknown backend 'abacus'" in capsys.readouterr().err
 
 
-def test_help_shows_an_example(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--help"])
-    assert caught.value.code == 0
-    assert "Example: zerocast doctor" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("--version", "zerocast "), pytest.param("doctor --seconds 0", "the same bytes", marks=pytest.mark.slow)],
-)
-def test_as_a_module(line, said):
-    command = [sys.executable, "-m", "zerocast", *line.split()]
+@pytest.mark.slow
+def test_as_a_module():
+    command = [sys.executable, "-m", "zerocast", "doctor", "--seconds", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert answer.returncode == 0, answer.stderr
-    assert said in answer.stdout or COMPILED == "reference"
+    assert "the same bytes" in answer.stdout or COMPILED == "reference"

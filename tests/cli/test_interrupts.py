@@ -128,17 +128,39 @@ def press(*_: Any, **__: Any) -> None:
     time.sleep(0.01)
 
 
-def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    def plot(found: Any, title: str, path: Path) -> None:
-        path.write_bytes(b"half")
+def pressed_once(path: Path) -> None:
+    path.write_bytes(b"half")
+    press()
+
+
+def pressed_for_nothing(path: Path) -> None:
+    """Something takes the interrupt for itself: a finaliser, or a library that makes another error of it."""
+    try:
         press()
+    except KeyboardInterrupt:
         path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_report, "_plot", plot)
+
+@pytest.mark.parametrize("presses_again", [False, True])
+@pytest.mark.parametrize("draw", [pressed_once, pressed_for_nothing])
+def test_a_picture(
+    tmp_path: Path, monkeypatch: Any, capfd: Any, draw: Callable[[Path], None], presses_again: bool
+) -> None:
+    """Nothing half-written is left of it, also if a second press comes during the clean-up."""
+    unlink = Path.unlink
+
+    def slow_unlink(path: Path, **options: Any) -> None:
+        press()
+        unlink(path, **options)
+
+    if presses_again:
+        monkeypatch.setattr(Path, "unlink", slow_unlink)
+    monkeypatch.setattr(plan_report, "_plot", lambda found, title, path: draw(path))
     (tmp_path / "plan.png").write_bytes(b"an older one")
-    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
+    assert main(["plan", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"plan.png": b"an older one"}
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert left == {"plan.png": b"an older one" if draw is pressed_once else b"whole"}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -170,7 +192,7 @@ def press_for_a_failure(*_: Any) -> None:
         ("export._exported", ["masters.pt", "out"]),
         ("doctor._examine", []),
         ("inspect.Contents.read", ["masters.pt"]),
-        ("plan.read_model", ["--model", "llama3-8b"]),
+        ("plan.read_model", ["llama3-8b"]),
     ],
 )
 def test_an_interrupt_that_a_library_takes_for_a_failure(
@@ -193,35 +215,3 @@ def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         assert (threads.submit(during_a_command).result() if in_thread else during_a_command()) is handler
-
-
-def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    unlink = Path.unlink
-
-    def slow_unlink(path: Path, **options: Any) -> None:
-        press()
-        unlink(path, **options)
-
-    def plot(found: Any, title: str, path: Path) -> None:
-        path.write_bytes(b"half")
-        press()
-
-    monkeypatch.setattr(plan_report, "_plot", plot)
-    monkeypatch.setattr(Path, "unlink", slow_unlink)
-    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr().err == "zerocast: interrupted\n"
-
-
-def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    """As an exception in a finaliser, or in a library that makes another error of it."""
-
-    def plot(found: Any, title: str, path: Path) -> None:
-        try:
-            press()
-        except KeyboardInterrupt:
-            path.write_bytes(b"whole")
-
-    monkeypatch.setattr(plan_report, "_plot", plot)
-    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
-    assert capfd.readouterr().err == "zerocast: interrupted\n"

@@ -134,17 +134,6 @@ def test_damaged_bytes(name: str, in_place: bool) -> None:
     assert count > 50
 
 
-def test_tensors_that_are_missing_or_cut_off() -> None:
-    for before, messages in REFITS.values():
-        for index, (header, tensors) in enumerate(messages):
-            damages = [[*tensors, torch.zeros(1, dtype=torch.uint8)]]
-            if tensors:
-                cut = tensors[-1].contiguous().view(-1).view(torch.uint8)[:-1]
-                damages += [tensors[:-1], [*tensors[:-1], cut], [*tensors[:-1], torch.cat([cut, cut[:1], cut[:1]])]]
-            for number, other in enumerate(damages):
-                check(before, [*messages[:index], (header, other), *messages[index + 1 :]], (index, number))
-
-
 def forged(value: Any) -> Iterator[Any]:
     """Other values like this one."""
     if isinstance(value, int):

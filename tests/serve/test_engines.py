@@ -232,45 +232,6 @@ def test_an_application_that_breaks_off(where: str) -> None:
     on_engine(2, run)
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_a_message_that_is_damaged_for_one_rank(is_full: bool) -> None:
-    """No rank applies anything of the refit, and all go on with what they have."""
-    trainer = Trainer()
-    first, before = trainer.full(), trainer.weights()
-    second = trainer.full() if is_full else trainer.delta()
-    last = trainer.full()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        error = rank.accept(damaged(second, 1) if rank.weights.rank else second)
-        assert "rank 1 of 2" in error
-        rank.check(before)
-        assert rank.is_servable() and rank.receiver.refit == 1
-        assert rank.accept(last) == ""
-
-    on_engine(2, run)
-
-
-def test_a_rank_that_lags() -> None:
-    trainer = Trainer()
-    first, second, third, full = trainer.full(), trainer.delta(), trainer.delta(), trainer.full()
-    wanted = trainer.weights()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        if rank.weights.rank == 0:
-            # It alone has the second refit.
-            rank.receiver._complete = second[0][0]["run"], 2
-        before = {name: tensor.clone() for name, tensor in rank.weights.own.items()}
-        error = rank.accept(third)
-        assert "rank 1 of 2: changes since refit 2 came to a receiver of refit 1: one was missed" in error
-        assert all(torch.equal(as_bytes(tensor), as_bytes(before[name])) for name, tensor in rank.weights.own.items())
-        assert rank.accept(full) == ""
-        rank.check(wanted)
-
-    on_engine(2, run)
-
-
 @pytest.mark.parametrize("messages", [1, 2])
 def test_a_stray_message_ends_no_run(messages: int) -> None:
     """Another run's first message stops a refit that is under way; the run goes on with its next one, until another is applied."""
@@ -293,23 +254,6 @@ def test_a_stray_message_ends_no_run(messages: int) -> None:
         assert "of a run that is over on this rank arrived" in rank.accept(trainer.full())
 
     on_engine(1, run)
-
-
-@pytest.mark.parametrize("held_by", ["one rank", "every rank"])
-def test_bytes_that_something_else_wrote(held_by: str) -> None:
-    """A wake-up from sleep level 2, or a reload: the next refit finds it before it writes."""
-    trainer = Trainer("nvfp4")
-    first, second, full = trainer.full(), trainer.delta(), trainer.full()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        if rank.weights.rank == 1:
-            dimensions = 0 if held_by == "every rank" else 2
-            as_bytes(next(own for own in rank.weights.own.values() if own.dim() == dimensions)).zero_()
-        assert "something else wrote to them, such as a reload or a wake-up" in rank.accept(second)
-        assert rank.accept(full) == ""
-
-    on_engine(2, run)
 
 
 @pytest.mark.parametrize("is_full", [False, True])

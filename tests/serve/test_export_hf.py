@@ -204,22 +204,6 @@ def test_unknown_families(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_transformers_drops_the_global_scale_of_experts(tmp_path: Path, monkeypatch: Any) -> None:
-    """Why they are refused. When this fails, transformers has learned to read them."""
-    from zerocast.serve import hugging_face
-    from zerocast.serve.namings import NAMINGS, Layout
-
-    pytest.importorskip("compressed_tensors")
-    layout = NAMINGS["compressed-tensors"]["nvfp4"]
-    monkeypatch.setattr(hugging_face, "layout_of", lambda *_: Layout(layout.algorithm, layout.parts))
-    model = quantized("qwen3_moe", "nvfp4")
-    export_hf(model, tmp_path / "out", "compressed-tensors", allow_unequal_scales=True)
-    name = "model.layers.0.mlp.experts.down_proj"
-    found, wanted = read(tmp_path / "out").get_parameter(name), dequantized(model).get_parameter(name)
-    assert found.abs().max() > 100 * wanted.abs().max()
-
-
 def names_of_a_fused_model() -> dict[str, Any]:
     """As Megatron lays out one layer of Llama: query, key and value of each group of heads, gate above up."""
     rows = [range(group * 256 + first, group * 256 + last) for group in (0, 1) for first, last in ((0, 128),)]

@@ -17,7 +17,6 @@ from tests.workers import on_ranks
 from zerocast import CastPlan, Recipe
 from zerocast.export import export_hf, export_safetensors
 from zerocast.serve import dequantized, named_tensors
-from zerocast.serve.weight_source import WholeModel
 from zerocast.weight.validity import Validity
 
 NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
@@ -109,19 +108,6 @@ def test_codes_are_views_and_one_bucket_is_alive() -> None:
         assert 0 < sum(t.nbytes for t in (reference() for reference in copies) if t is not None) <= most
         buckets += 1
     assert not own and buckets > 4 and sum(reference() is not None for reference in copies) == 0
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 2**28])
-def test_weights_are_listed_as_often_for_many_buckets_as_for_one(
-    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither once a bucket nor once a weight, which would make the work of a refit quadratic."""
-    source = zerocast.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), {"*.weight": "nvfp4"})
-    listed: list[WholeModel] = []
-    tensors = WholeModel.tensors
-    monkeypatch.setattr(WholeModel, "tensors", lambda self: listed.append(self) or tensors(self))
-    assert len(list(named_tensors(source, "modelopt", bucket_bytes=bucket_bytes))) == (48 if bucket_bytes == 1 else 1)
-    assert len(listed) <= 10
 
 
 def test_masters_are_compared_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

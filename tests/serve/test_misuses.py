@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.simulated import Simulated, simulate
-from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, on_engine, recorded
+from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, damaged, on_engine, recorded
 from tests.serve.test_live import step
 from zerocast.distributed.group import Group
 from zerocast.formats.memory import as_bytes
@@ -25,7 +25,7 @@ from zerocast.serve.refit_message import BITMAP, BLOCKS_8, WHOLE, with_digest
 TRAINER = Trainer()
 FULL, FIRST = TRAINER.full(), TRAINER.weights()
 DELTA, SECOND = TRAINER.delta(), TRAINER.weights()
-LAST = TRAINER.full()
+FULL_AGAIN, LAST = TRAINER.full(), TRAINER.full()
 FIELDS = ("numel", "encoding", "count", "digest", "size")
 
 
@@ -145,31 +145,71 @@ def test_messages_that_are_wrong(case: str) -> None:
     rank.check(SECOND)
 
 
-def test_ranks_that_get_messages_of_two_runs() -> None:
-    """Each of which would take what it got."""
-    other = Trainer()
-    taken_over = other.full()
+OTHER_RUN = Trainer().full()
+# What two ranks of an engine that hold refit 1 get, and what both say of it.
+OF_ONE_RANK: dict[str, tuple[list[Recorded], str]] = {
+    "damaged changes": ([DELTA, damaged(DELTA, 1)], "rank 1 of 2"),
+    "damaged bytes": ([FULL_AGAIN, damaged(FULL_AGAIN, 1)], "rank 1 of 2"),
+    "another run's": (
+        [FULL_AGAIN, OTHER_RUN],
+        "a refit could not be staged: rank 1 of 2: its message .* of rank 0: ask the sender",
+    ),
+    "no header": ([DELTA[:1], [(None, DELTA[0][1])]], "a refit could not be staged: rank 1 of 2: AttributeError"),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE_RANK)
+def test_what_one_rank_gets(case: str) -> None:
+    """No rank applies anything of the refit or waits for it, and all go on with what they have."""
+    messages, refusal = OF_ONE_RANK[case]
 
     def run(rank: Rank) -> None:
         assert rank.accept(FULL) == ""
-        error = rank.accept(taken_over if rank.weights.rank else LAST)
-        assert "a refit could not be staged: rank 1 of 2: its message" in error and "of rank 0: ask the sender" in error
+        assert re.search(refusal, rank.accept(messages[rank.weights.rank]))
         rank.check(FIRST)
         assert rank.is_servable() and rank.receiver.refit == 1
+        assert rank.accept(LAST) == ""
+        rank.check(SECOND)
 
     on_engine(2, run)
 
 
-def test_a_rank_that_gets_no_header() -> None:
-    """The others do not wait for it."""
+def test_a_rank_that_lags() -> None:
+    later = Trainer()
+    first, _, third, full = later.full(), later.delta(), later.delta(), later.full()
 
     def run(rank: Rank) -> None:
-        assert rank.accept(FULL) == ""
-        message, given = DELTA[0]
-        with pytest.raises(RefitError, match="a refit could not be staged: rank 1 of 2: AttributeError"):
-            rank.receiver.accept(None if rank.weights.rank else message, lambda: given)  # type: ignore[arg-type]
-        rank.check(FIRST)
-        assert rank.is_servable() and rank.accept(LAST) == ""
+        assert rank.accept(first) == ""
+        if rank.weights.rank == 0:
+            # It alone has the second refit.
+            rank.receiver._complete = first[0][0]["run"], 2
+        before = {name: tensor.clone() for name, tensor in rank.weights.own.items()}
+        error = rank.accept(third)
+        assert "rank 1 of 2: changes since refit 2 came to a receiver of refit 1: one was missed" in error
+        assert all(torch.equal(as_bytes(tensor), as_bytes(before[name])) for name, tensor in rank.weights.own.items())
+        assert rank.accept(full) == ""
+        rank.check(later.weights())
+
+    on_engine(2, run)
+
+
+@pytest.mark.parametrize("has_changes", [True, False])
+@pytest.mark.parametrize("held_by", ["one rank", "every rank"])
+def test_bytes_that_something_else_wrote(held_by: str, has_changes: bool) -> None:
+    """A wake-up from sleep level 2, or a reload: the next refit finds it before it writes, also one of no changes."""
+    trainer = Trainer("nvfp4")
+    first = trainer.full()
+    second = trainer.delta() if has_changes else recorded(trainer.sender.named_deltas(1))
+    full = trainer.full()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        if rank.weights.rank == 1:
+            dimensions = 0 if held_by == "every rank" else 2
+            as_bytes(next(own for own in rank.weights.own.values() if own.dim() == dimensions)).zero_()
+        assert "something else wrote to them, such as a reload or a wake-up" in rank.accept(second)
+        assert rank.accept(full) == ""
+        rank.check(trainer.weights())
 
     on_engine(2, run)
 
@@ -230,22 +270,6 @@ def test_bytes_that_something_wrote_after_they_were_checked(size: int) -> None:
         rank.check(SECOND)
 
     on_engine(size, run)
-
-
-def test_changes_of_nothing_find_that_the_bytes_are_gone() -> None:
-    """As after a wake-up from sleep level 2 between two refits without a step."""
-    trainer = Trainer()
-    first, none, full = trainer.full(), recorded(trainer.sender.named_deltas(1)), trainer.full()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        for own in rank.weights.own.values():
-            as_bytes(own).zero_()
-        assert "such as a reload or a wake-up from sleep level 2" in rank.accept(none)
-        assert rank.accept(full) == ""
-        rank.check(trainer.weights())
-
-    on_engine(1, run)
 
 
 @pytest.mark.parametrize("is_reloaded", ["with the same bytes", "with others"])

@@ -56,29 +56,6 @@ def test_a_state_dict_that_carries_code(tmp_path: Path, archive: bool) -> None:
     assert (tmp_path / "trap").exists()  # it would have worked
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[0] ^= 0x10
-    path.write_bytes(content)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("kind", ["file", "old_file", "safetensors"])
-@pytest.mark.parametrize("damage", [cut, flip, empty])
-def test_damaged_files(tmp_path: Path, kind: str, damage: Callable[[Path], None]) -> None:
-    path = KINDS[kind](values(SHAPES, torch.float32), tmp_path)
-    damage(path)
-    with pytest.raises(ValueError, match=path.name):
-        open_source(path)
-
-
 def index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "model.safetensors.index.json"
     content = json.loads(path.read_text())

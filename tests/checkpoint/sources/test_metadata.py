@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from zerocast.checkpoint.sources import open_source
-from zerocast.checkpoint.sources.dcp import SafeReader, first_uneven
+from zerocast.checkpoint.sources.dcp import _METADATA_CLASSES, SafeReader, first_uneven
 
 Size = torch.Size
 
@@ -128,3 +128,21 @@ def test_a_memo_that_would_take_all_memory(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
     with pytest.raises(ValueError, match="its memo would have 2,147,483,647 entries"):
         open_source(folder)
+
+
+# an attribute that each listed module has, and that is not listed
+OTHERS = {
+    "torch.distributed.checkpoint.metadata": "os",
+    "torch.distributed.checkpoint.filesystem": "FileSystemReader",
+    "torch": "load",
+    "torch.serialization": "load",
+    "collections": "Counter",
+    "pathlib": "Path",
+}
+
+
+@pytest.mark.parametrize("module", _METADATA_CLASSES)
+def test_other_attributes_of_a_listed_module_are_refused(module: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(f"c{module}\n{OTHERS[module]}\n.".encode())
+    with pytest.raises(pickle.UnpicklingError, match=f"may not contain {module}.{OTHERS[module]}"):
+        open_source(tmp_path)
