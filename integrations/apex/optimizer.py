@@ -22,6 +22,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
+from zerocast.integrations.patches import known_api
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 
@@ -56,23 +57,24 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     _is_built = False
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
-        super().__init__(params, *args, **options)
-        named = [(name, parameter, index) for index, name, parameter in self._named() if _is_quantized(parameter)]
-        numel = self.default_shard_size * self.distributed_size
-        buckets = fill_buckets(named, numel, self.distributed_size, self.grad_sync_dtype)
-        by_index = {self._lay_out(bucket): bucket for bucket in buckets}
-        # Plain parameters in reverse, the order in which the backward pass produces gradients.
-        self.init_params(reversed([parameter for _, _, parameter in self._named()]))
-        masters = {index: self.state["buckets"][index].params_shard for index in by_index}
-        # The ranks that share the masters, and all data-parallel ranks: with a redundant group,
-        # Apex has several copies of the masters.
-        group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
-        self._quantized = QuantizedBuckets(by_index, group, self.device)
-        self._driver = CastDriver(self._quantized.host(masters))
-        self._plan = self._driver.plan
-        self._plan.validity.owner = weakref.ref(self)
-        self._plan.delayed.broadcast(replicas)
-        self._is_built = True
+        with known_api(host.UNKNOWN):
+            super().__init__(params, *args, **options)
+            named = [(name, parameter, index) for index, name, parameter in self._named() if _is_quantized(parameter)]
+            numel = self.default_shard_size * self.distributed_size
+            buckets = fill_buckets(named, numel, self.distributed_size, self.grad_sync_dtype)
+            by_index = {self._lay_out(bucket): bucket for bucket in buckets}
+            # Plain parameters in reverse, the order in which the backward pass produces gradients.
+            self.init_params(reversed([parameter for _, _, parameter in self._named()]))
+            masters = {index: self.state["buckets"][index].params_shard for index in by_index}
+            # The ranks that share the masters, and all data-parallel ranks: with a redundant group,
+            # Apex has several copies of the masters.
+            group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
+            self._quantized = QuantizedBuckets(by_index, group, self.device)
+            self._driver = CastDriver(self._quantized.host(masters))
+            self._plan = self._driver.plan
+            self._plan.validity.owner = weakref.ref(self)
+            self._plan.delayed.broadcast(replicas)
+            self._is_built = True
         self.refresh()
 
     @torch.no_grad()
@@ -162,7 +164,6 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         It is the first collective of the constructor, so all ranks can raise together in it. The
         values of quantized weights are broadcast one at a time, in `_init_param_state`.
         """
-        host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
         validate_across_ranks(
             Group.of(self.process_group),

@@ -131,11 +131,16 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the state dict of a model. For a quantized model it has the masters, on rank 0
-        only (`zerocast.optim.full_state_dict`).
+        only (`zerocast.optim.full_state_dict`). Raises RuntimeError then unless one ZeroAdamW was
+        prepared.
         """
         if not is_quantized(model):
             return super().get_state_dict(model, unwrap)
-        return full_state_dict(self.unwrap_model(model), only_optimizer(self._zero))
+        if len(self._zero) != 1:
+            raise RuntimeError(
+                f"{len(self._zero)} ZeroAdamW were prepared: call zerocast.optim.full_state_dict(model, optimizer)"
+            )
+        return full_state_dict(self.unwrap_model(model), self._zero[0])
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
@@ -202,12 +207,3 @@ class Accelerator(accelerate.Accelerator):
 def inner_of(optimizer: Any) -> Any:
     """Return the optimizer that accelerate may have wrapped."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def only_optimizer(optimizers: list[ZeroOptimizer]) -> ZeroOptimizer:
-    """Return the only one. Raises RuntimeError if there are none or several."""
-    if len(optimizers) != 1:
-        raise RuntimeError(
-            f"{len(optimizers)} ZeroAdamW were prepared: call zerocast.optim.full_state_dict(model, optimizer)"
-        )
-    return optimizers[0]

@@ -49,7 +49,7 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use, debugging
 
-from . import offload, optimizer_kinds, unattached
+from . import host, offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by, raising_on_all
@@ -302,8 +302,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     optimizer that has already stepped, and a Megatron version without a needed name.
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
-    distributed = validate(optimizer, chunks, verify_every)
-    with Patches() as patches:
+    with Patches() as patches, host.known_api():
+        distributed = validate(optimizer, chunks, verify_every)
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
             # Before `collect`, which then finds the masters in CPU memory.
             for inner in distributed:

@@ -61,7 +61,8 @@ def quantized_params() -> Iterator[None]:
     checks = ConstructionChecks()
     try:
         with Patches() as patches:
-            patches.apply([*_layout_patches(checks.moved), *checks.patches()])
+            with host.known_api():
+                patches.apply([*_layout_patches(checks.moved), *checks.patches()])
             yield
         checks.check_owned()
     finally:
@@ -80,9 +81,7 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
 
     `moved` collects the parameters in byte buffers that the host cannot cast by itself.
     """
-    fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
-    host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
-    host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS"), host.FP4)
+    fp8 = host.module(host.FP8)
 
     def move_with(original: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
         def move(param: Any, storage: Tensor) -> None:
@@ -215,7 +214,6 @@ class ConstructionChecks:
         hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
         yield Patch(hybrid, sort, offload.copying_once(getattr(hybrid, sort)))
         distributed, build = host.module(host.OPTIMIZER).DistributedOptimizer, "_build_model_and_main_param_groups"
-        host.require(distributed, (build,), f"{host.OPTIMIZER}.DistributedOptimizer")
         yield Patch(distributed, build, staticmethod(offload.one_by_one(getattr(distributed, build))))
         for kind in host.layer_wise():
             yield Patch(kind, "__init__", self._checking_whole_matrices(vars(kind)["__init__"]))
@@ -386,7 +384,7 @@ def _without_flat_views(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_other_wrapper(module: Any, **_: Any) -> None:
     if any(map(is_primary, module.parameters())):
-        raise validate.sharded_otherwise()
+        raise ValueError(f"use_megatron_fsdp is not supported: {validate.SHARDED_OTHERWISE}")
 
 
 def _starting_from_initial_values(original: Callable[..., None]) -> Callable[..., None]:

@@ -9,8 +9,10 @@ import dataclasses
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
+
+from zerocast.integrations import patches
 
 FP8 = "megatron.core.fp8_utils"
 FP4 = "megatron.core.fp4_utils"
@@ -31,45 +33,19 @@ CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
 _UNKNOWN = "this megatron-core has an API that zerocast does not support (supported: 0.16 to 0.19)"
+known_api = functools.partial(patches.known_api, _UNKNOWN)
 # An attribute of a parameter: true if its buffer is laid out for a LayerWiseDistributedOptimizer.
 _MANAGED = "is_managed_by_layer_wise_optimizer"
 # The function that sets this attribute.
 _TAGS = "tag_params_for_buffer_routing"
-_OF_TRAINING = (
-    "get_args",
-    "get_megatron_optimizer",
-    "load_checkpoint",
-    "setup_model_and_optimizer",
-    "train_step",
-)
 # The attribute that OptimizerConfig derives from use_precision_aware_optimizer and further
 # settings.
 _MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-_OF_A_HYBRID_OPTIMIZER = (
-    "_get_sub_optimizer_param_groups",
-    "_init_sub_optimizers",
-    "_move_new_state_to_right_device",
-    "_register_param_copy_back_gpu_hook",
-    "_sync_hdo_param_groups_to_sub_optimizers",
-    "_sync_hdo_state_to_sub_optimizers",
-    "_update_fp32_params_by_new_state",
-    "sub_optimizers",
-)
 # The name of the CPU copy in the state of a master that a HybridDeviceOptimizer has offloaded.
 HOST_COPY = "master_param"
 _CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
 # The attribute of TransformerEngine's recipe for MXFP8 that asks for tiles, since 2.20.
 _TILES = "enable_2d_quantization"
-_OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
-_OF_A_BUCKET_GROUP = (
-    "buckets",
-    "finish_param_sync",
-    "intra_distributed_optimizer_instance_rank",
-    "intra_distributed_optimizer_instance_size",
-    "param_gather_dispatched",
-    "param_gather_handle",
-    "start_param_sync",
-)
 
 
 def module(path: str) -> Any:
@@ -84,35 +60,23 @@ def module(path: str) -> Any:
 
 
 def training() -> Any:
-    """Return the module of `pretrain`, which has all names that are replaced in it.
-
-    Raises RuntimeError if megatron.training cannot be imported, or lacks a needed name.
-    """
+    """Return the module of `pretrain`. Raises RuntimeError if it cannot be imported."""
     try:
-        training_module = importlib.import_module(TRAINING)
-        checkpointing = importlib.import_module(CHECKPOINTING)
-        arguments = importlib.import_module(ARGUMENTS)
+        return importlib.import_module(TRAINING)
     except ImportError as error:
         raise RuntimeError(
             f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with megatron-core "
             "from 0.17 on; 0.18 and later need Python 3.12"
         ) from error
-    require(training_module, _OF_TRAINING, TRAINING)
-    require(checkpointing, ("generate_state_dict",), CHECKPOINTING)
-    require(arguments, ("add_megatron_arguments",), ARGUMENTS)
-    return training_module
 
 
 def model_builders() -> list[Any]:
     """Return the modules that build models, and call `correct_amax_history_if_needed` before they
     wrap them. Older releases have one.
     """
-    name = "correct_amax_history_if_needed"
     builders = [training()]
     with contextlib.suppress(ImportError):
         builders.append(importlib.import_module(MODEL_BUILDERS))
-    for builder in builders:
-        require(builder, (name,), builder.__name__)
     return builders
 
 
@@ -131,26 +95,8 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def has_four_bit_buffers() -> bool:
-    """Return True if byte buffers of this megatron-core can hold two elements per byte.
-
-    Raises RuntimeError if it has only some of the names.
-    """
-    names = [(owner, name) for owner, names in _four_bit_names() for name in names]
-    missing = [f"{owner.__name__}.{name}" for owner, name in names if not hasattr(owner, name)]
-    if missing and len(missing) < len(names):
-        raise RuntimeError(f"looked for {', '.join(missing)}: {_UNKNOWN}")
-    return not missing
-
-
-def _four_bit_names() -> list[tuple[Any, tuple[str, ...]]]:
-    buffer, optimizer = module(BUFFER), module(OPTIMIZER)
-    return [
-        (buffer, ("group_params_for_buffers",)),
-        (buffer._ParamAndGradBuffer, ("_compute_nvfp4_packed_layout",)),
-        (module(DDP), ("group_params_for_buffers",)),
-        (optimizer, ("group_params_for_buffers",)),
-        (optimizer.DistributedOptimizer, ("_compute_per_buffer_param_layout",)),
-    ]
+    """Return True if byte buffers of this megatron-core can hold two elements per byte."""
+    return hasattr(module(BUFFER), "group_params_for_buffers")
 
 
 def four_bit_moves() -> list[Any]:
@@ -160,15 +106,7 @@ def four_bit_moves() -> list[Any]:
     it.
     """
     name = "modify_nvfp4_rowwise_storage"
-    require(module(FP4), (name,), FP4)
     return [owner for owner in (module(FP4), module(BUFFER)) if hasattr(owner, name)]
-
-
-def require(owner: Any, names: Iterable[str], what: str) -> None:
-    """Raise RuntimeError with the missing names, unless `owner` has all of `names`."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise RuntimeError(f"{what} has no {', '.join(missing)}: {_UNKNOWN}")
 
 
 def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -196,7 +134,6 @@ def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def wrappers() -> list[tuple[type, bool]]:
     """Return (class, is not DistributedDataParallel) of the classes that wrap a model."""
     distributed = module(WRAPPERS)
-    require(distributed, ("DistributedDataParallel",), WRAPPERS)
     others = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
     return [
         (distributed.DistributedDataParallel, False),
@@ -211,7 +148,6 @@ def factories() -> list[tuple[Any, str, bool]]:
     """
     optimizers = module(FACTORIES)
     name, emerging = "_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer"
-    require(optimizers, (name,), FACTORIES)
     if hasattr(optimizers, emerging):
         return [(optimizers, name, False), (optimizers, emerging, True)]
     return [(optimizers, name, False)]
@@ -241,13 +177,8 @@ def keeping_fp32_masters(config: Any) -> Any:
 
 
 def hybrid() -> Any:
-    """Return the class of optimizers whose masters and moments are in CPU memory.
-
-    Raises RuntimeError if it lacks a name that is replaced.
-    """
-    kind = module(HYBRID).HybridDeviceOptimizer
-    require(kind, _OF_A_HYBRID_OPTIMIZER, f"{HYBRID}.HybridDeviceOptimizer")
-    return kind
+    """Return the class of optimizers whose masters and moments are in CPU memory."""
+    return module(HYBRID).HybridDeviceOptimizer
 
 
 def offloads(inner: Any) -> bool:
@@ -346,16 +277,13 @@ def float16_optimizer() -> type:
     """Return the class of optimizers that keep an unsharded FP32 master of each of their
     parameters.
     """
-    bases = module(OPTIMIZER_BASES)
-    require(bases, ("Float16OptimizerWithFloat16Params",), OPTIMIZER_BASES)
-    kind: type = bases.Float16OptimizerWithFloat16Params
+    kind: type = module(OPTIMIZER_BASES).Float16OptimizerWithFloat16Params
     return kind
 
 
 def optimizer_bases() -> list[type]:
     """Return the classes whose constructors every optimizer of the host runs."""
     bases = module(OPTIMIZER_BASES)
-    require(bases, ("ChainedOptimizer", "MegatronOptimizer"), OPTIMIZER_BASES)
     return [bases.MegatronOptimizer, bases.ChainedOptimizer]
 
 
@@ -387,27 +315,9 @@ def moments_left_out(optimizer: Any) -> list[str]:
     return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]
 
 
-def check_groups(groups: Iterable[Any]) -> None:
-    """Raise RuntimeError unless these bucket groups have the method that is called after a gather.
-
-    It is replaced for tensors of TransformerEngine.
-    """
-    for group in groups:
-        require(
-            group, ("_post_param_sync",), f"a bucket group, a {type(group).__name__}, with TransformerEngine's tensors,"
-        )
-
-
 def bucket_groups(chunk: Any) -> list[Any]:
-    """Return the bucket groups of a DistributedDataParallel, including the groups of experts.
-
-    Raises RuntimeError if `chunk` is anything else.
-    """
-    require(chunk, _OF_A_CHUNK, f"the model chunk, a {type(chunk).__name__},")
-    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-    for group in groups:
-        require(group, _OF_A_BUCKET_GROUP, f"a bucket group, a {type(group).__name__},")
-    return groups
+    """Return the bucket groups of a DistributedDataParallel, including the groups of experts."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def groups_of_all_ranks(optimizers: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ no state before its first step, and then a step number for each parameter. Megat
 nor loads step numbers of parameters: after a load they are copied from their group's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,16 +69,12 @@ def reading_states(optimizer: Any) -> Method:
         tensors: dict[str, Any] = read(model_param)
         tensors.pop(host.HOST_COPY, None)
         master = tensors["param"]
-        unscaled = getattr(optimizer.optimizer, "get_unscaled_state", _unchanged(tensors))
+        unscaled = getattr(optimizer.optimizer, "get_unscaled_state", lambda master, name: tensors[name])
         # BF16 moments have no scale.
         scaled = [name for name in tensors if name != "param" and tensors[name].dtype != torch.bfloat16]
         return {**tensors, "param": to_save(master), **{name: unscaled(master, name) for name in scaled}}
 
     return call
-
-
-def _unchanged(tensors: Mapping[str, Any]) -> Method:
-    return lambda master, name: tensors[name]
 
 
 def filling_states(optimizer: Any) -> Method:

@@ -103,7 +103,7 @@ class Installation:
 
     def install(self) -> None:
         """Replace the functions of Megatron, until `uninstall`."""
-        with Patches() as patches:
+        with Patches() as patches, host.known_api():
             patches.apply(self.patches())
             self._patches = patches.pop_all()
 
@@ -132,7 +132,8 @@ class Installation:
             called: set[str] = set()
             with contextlib.ExitStack() as construction, Patches() as patches:
                 construction.enter_context(quantized_params())
-                patches.apply(self._building(recipe, verify_every, options, construction, called))
+                with host.known_api():
+                    patches.apply(self._building(recipe, verify_every, options, construction, called))
                 built = original()
             # A Megatron version with a different API might have called none of the functions that
             # quantize and attach, and would then train plain weights.

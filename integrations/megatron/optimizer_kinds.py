@@ -14,52 +14,6 @@ from torch import Tensor
 
 from . import host
 
-_OF_ANY_OPTIMIZER = (
-    "load_parameter_state",
-    "load_state_dict",
-    "save_parameter_state",
-    "sharded_state_dict",
-    "state_dict",
-    "step",
-    "step_with_ready_grads",
-)
-_OF_A_DISTRIBUTED_OPTIMIZER = (
-    "_copy_main_params_to_model_params",
-    "_copy_model_params_to_main_params",
-    "_get_main_param_and_optimizer_states",
-    "_get_model_param_range_map",
-    "_set_main_param_and_optimizer_states",
-    "buffers",
-    "data_parallel_group",
-    "data_parallel_group_idx",
-    "ddp_config",
-    "distributed_optimizer_instance_id",
-    "model_float16_groups",
-    "model_fp32_groups",
-    "model_param_gbuf_map",
-    "optimizer",
-    "shard_fp32_from_float16_groups",
-    "shard_fp32_groups",
-)
-_OF_A_LAYER_WISE_OPTIMIZER = (
-    "dp_cp",
-    "expt_dp",
-    "load_state_dict_from_file",
-    "model_chunks",
-    "optimizer",
-    "pg_collection",
-    "reload_model_params",
-    "save_state_dict_to_file",
-    "use_buffer_param_sync",
-)
-_OF_ITS_INNER_OPTIMIZER = (
-    "_copy_main_params_to_model_params",
-    "_copy_model_params_to_main_params",
-    "float16_groups",
-    "fp32_from_float16_groups",
-    "fp32_from_fp32_groups",
-)
-
 
 class OwnedMaster(NamedTuple):
     """The elements of a parameter that this rank owns.
@@ -105,7 +59,6 @@ class OptimizerKind:
         copier: returns the object whose `_copy_main_params_to_model_params` copies masters.
         reads: lists the methods that read masters from the parameters, as (owner, name).
         read_given: returns a function that reads masters from a state dict.
-        check: raises RuntimeError for an optimizer without the names that are read or replaced.
         saves_shards: True if a checkpoint has shards of a parameter's state, False if it has the
             unsharded state.
         saves, loads: names of further methods that save and load, of this kind only.
@@ -115,7 +68,6 @@ class OptimizerKind:
     copier: Callable[[Any], Any]
     reads: Callable[[Any], list[tuple[Any, str]]]
     read_given: Callable[[Any], Callable[[Any], None]]
-    check: Callable[[Any], None]
     saves_shards: bool
     saves: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
@@ -158,10 +110,6 @@ def _in_bucket(optimizer: Any, param: Any, span: Any) -> Tensor:
     return data.view(-1)[span.start : span.end]
 
 
-def _check_parts(optimizer: Any) -> None:
-    host.require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-
-
 def _whole_matrices(optimizer: Any) -> list[Share]:
     """Return two shares: dense layers over the data-parallel ranks, and experts over the ranks with
     the same experts.
@@ -201,12 +149,6 @@ def _inner(optimizer: Any) -> Any:
     return inner[0]
 
 
-def _check_whole_matrices(optimizer: Any) -> None:
-    host.require(optimizer, _OF_A_LAYER_WISE_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    inner = _inner(optimizer)
-    host.require(inner, _OF_ITS_INNER_OPTIMIZER, f"the optimizer, a {type(inner).__name__},")
-
-
 def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
     """Read masters of whole matrices from a model's state dict.
 
@@ -227,7 +169,6 @@ DISTRIBUTED = OptimizerKind(
     copier=lambda optimizer: optimizer,
     reads=lambda optimizer: [(optimizer, "_copy_model_params_to_main_params")],
     read_given=lambda optimizer: optimizer._copy_model_params_to_main_params,
-    check=_check_parts,
     saves_shards=True,
 )
 LAYER_WISE = OptimizerKind(
@@ -238,19 +179,7 @@ LAYER_WISE = OptimizerKind(
         (_inner(optimizer), "_copy_model_params_to_main_params"),
     ],
     read_given=lambda optimizer: functools.partial(_read_given_by_name, optimizer),
-    check=_check_whole_matrices,
     saves_shards=False,
     saves=("save_state_dict_to_file",),
     loads=("load_state_dict_from_file",),
 )
-
-
-def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
-    """Raise RuntimeError unless the optimizers have the names that are read or replaced.
-
-    `optimizer` steps, saves and loads; the distributed ones have shards.
-    """
-    host.require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    for inner in distributed:
-        kind_of(inner).check(inner)
-        host.require(inner, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(inner).__name__},")

@@ -122,10 +122,10 @@ def square_mxfp8() -> Iterator[None]:
     Raises RuntimeError for a megatron-core without `get_fp8_recipe`, and where a recipe is made by
     a TransformerEngine without such tiles.
     """
-    fp8, name = host.module(host.FP8), "get_fp8_recipe"
-    host.require(fp8, (name,), host.FP8)
+    fp8 = host.module(host.FP8)
     with Patches() as patches:
-        patches.apply([Patch(fp8, name, host.recipe_of_tiles(getattr(fp8, name)))])
+        with host.known_api():
+            patches.apply([Patch(fp8, "get_fp8_recipe", host.recipe_of_tiles(fp8.get_fp8_recipe))])
         yield
 
 

@@ -17,7 +17,7 @@ from zerocast.formats.layout import Span, byte_range
 
 from . import host, optimizer_kinds
 from .offload import memory_of
-from .primary import is_primary, is_te_tensor, primary_of, weight_of
+from .primary import is_primary, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
 _UNKNOWN = "a parameter of a different model"
@@ -66,15 +66,13 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
     `chunks`.
 
     Raises TypeError or ValueError for a byte buffer with a parameter that is not cast, for a
-    quantized weight that is not gathered and for one that no optimizer owns; RuntimeError for a
-    Megatron version without a needed name.
+    quantized weight that is not gathered and for one that no optimizer owns.
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     shards = [
         _shards_of(inner, share, names, groups) for inner in optimizers for share in optimizer_kinds.shares(inner)
     ]
-    host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
     _check_gathered(chunks, groups)
     _check_owned(shards, groups, names)
     return shards

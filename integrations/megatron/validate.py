@@ -14,7 +14,7 @@ from zerocast import QuantizedWeight
 from . import host, optimizer_kinds, unattached
 from .primary import check_primary, is_primary
 
-_FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
+SHARDED_OTHERWISE = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
     "use_distributed_optimizer=False is not supported: quantized weights are in the byte buffers of the distributed optimizer; set "
     "it in DistributedDataParallelConfig and in OptimizerConfig"
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("use_megatron_fsdp", _FSDP),
+    Setting("use_megatron_fsdp", SHARDED_OTHERWISE),
     Setting(
         "main_params_dtype",
         "a cast is of FP32 masters: leave it at torch.float32; exp_avg_dtype and exp_avg_sq_dtype may be narrower",
@@ -44,7 +44,7 @@ SETTINGS = (
 )
 # Options of megatron.training that `install` does not support, besides the settings above.
 OPTIONS = (
-    Setting("use_torch_fsdp2", _FSDP),
+    Setting("use_torch_fsdp2", SHARDED_OTHERWISE),
     Setting(
         "moe_use_upcycling",
         "it builds a second model, and copies that: upcycle in a run without zerocast, then train from its checkpoint",
@@ -56,8 +56,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     """Run all checks that need no collective, before anything is read or changed. Return the
     optimizers inside `optimizer` that own masters.
 
-    Raises ValueError for settings that are not supported, RuntimeError for a Megatron version
-    without a needed name and for a second attachment.
+    Raises ValueError for settings that are not supported, RuntimeError for a second attachment.
     """
     check_verify_every(verify_every)
     check_owns_parts(optimizer)
@@ -67,7 +66,6 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     distributed = host.distributed_optimizers(optimizer)
     for inner in distributed:
         check_settings([getattr(inner, name, None) for name in ("ddp_config", "config")])
-    optimizer_kinds.check_optimizers(optimizer, distributed)
     for inner in distributed:
         check_masters(inner)
     # The optimizers of a chain share a configuration. In a chain with Muon it says Muon, though the
@@ -197,13 +195,6 @@ def check_kind(optimizer: Any) -> None:
     """Raise ValueError for an optimizer over quantized weights that keeps no shards of masters."""
     if not isinstance(optimizer, host.module(host.OPTIMIZER).DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
-
-
-def sharded_otherwise() -> ValueError:
-    """Return the error for a model with quantized weights in a wrapper other than
-    DistributedDataParallel.
-    """
-    return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
 
 
 def is_by_layer(config: Any) -> bool:

@@ -72,6 +72,7 @@ class Prepared(HostUnderTest):
             self._model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=False)
         self._optimizer = OPTIMIZERS.get(variant, FusedAdamW)(self._model.named_parameters(), lr=1e-2)
         self._state, self._checkpoints = TrainingState(self._model, self._optimizer), Checkpoints(folder, keep=2)
+        self.loadable = self._state
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
@@ -162,17 +163,6 @@ class Prepared(HostUnderTest):
     @property
     def verified(self) -> Any:
         return self._model
-
-    def states_that_do_not_fit(self) -> Calls:
-        """A name that is missing, and another shape."""
-        state = self._state.state_dict()
-        name = "blocks.0.1.weight"
-        fewer = {key: value for key, value in state["model"].items() if key != name}
-        other = {**state["model"], name: torch.zeros(3)}
-        return {
-            what: lambda model=model: self._state.load_state_dict({**state, "model": model})  # type: ignore[misc]
-            for what, model in (("a missing name", fewer), ("another shape", other))
-        }
 
     @property
     def model(self) -> Any:

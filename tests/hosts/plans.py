@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
-from tests import casts
 from tests.hosts.stopping import Place
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from zerocast import CastPlan, ZeroAdamW
@@ -66,11 +65,6 @@ class AttachedPlan(HostUnderTest):
     def _cast(self) -> None:
         self._plan.cast()
 
-    @classmethod
-    def remedies(cls, variant: str) -> dict[str, set[str]]:
-        """Nothing: the suites of faults do not run it."""
-        return {}
-
     def phases(self, number: int) -> Calls:
         """The gather belongs to the step."""
         generator = torch.Generator().manual_seed(1000 * number + self._group.rank)
@@ -122,10 +116,6 @@ class AttachedPlan(HostUnderTest):
         self._cast()
         self._gather()
 
-    def everything(self) -> casts.Bytes:
-        """The matrix compares `whole`."""
-        return {name: casts.raw(value) for name, value in self.whole().items()}
-
     def whole(self) -> dict[str, Tensor]:
         start, state = self._arguments()[2][0], self._optimizer.state[self._master]
         where = slice(start, start + self._master.numel())
@@ -133,12 +123,6 @@ class AttachedPlan(HostUnderTest):
         pieces = {key: [(where, value.detach().clone())] for key, value in held.items()}
         found = gathered(pieces, dict.fromkeys(held, (self._model.nv.numel(),)))
         return found | {"norm": self._model.norm.detach().clone()}
-
-    def guarded(self) -> Calls:
-        return {"dequantize": lambda: self._model.nv.dequantize()}
-
-    def live(self) -> dict[str, dict[str, Tensor]]:
-        return {"nv": {name: t for name, t in self._model.nv.state.buffers.items() if t is not None}}
 
     @property
     def verified(self) -> Any:

@@ -57,9 +57,9 @@ class HostUnderTest(abc.ABC):
         return nullcontext()
 
     @classmethod
-    @abc.abstractmethod
     def remedies(cls, variant: str) -> Mapping[str, set[str]]:
         """What there may be to do when memory has run out, by the phase, load or refresh in which it may."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def phases(self, number: int) -> Calls:
@@ -81,30 +81,38 @@ class HostUnderTest(abc.ABC):
         """What makes weights anew from masters as they are, and is not another step of delayed scaling."""
         return {}
 
-    @abc.abstractmethod
     def everything(self) -> casts.Bytes:
         """Masters, moments, delayed scaling and live bytes of all weights, as this rank holds them. All ranks call it."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def whole(self) -> dict[str, Tensor]:
         """Masters, moments, step and delayed scaling by name, unsharded. All ranks call it."""
 
-    @abc.abstractmethod
     def guarded(self) -> Calls:
         """All that goes on from, saves or reads what may be of different steps."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def live(self) -> dict[str, dict[str, Tensor]]:
         """By parameter that zerocast verifies, the buffers that this rank computes with."""
+        raise NotImplementedError
 
     @property
     @abc.abstractmethod
     def verified(self) -> Any:
         """The object that `zerocast.verify` is given."""
 
-    def states_that_do_not_fit(self) -> dict[str, Callable[[], object]]:
-        """Loads that are refused, with nothing changed."""
-        return {}
+    loadable: Any = None  # has the state dict of a run, with the masters as "model"
+
+    def states_that_do_not_fit(self) -> Calls:
+        """Loads that are refused, with nothing changed: of a state that lacks a name, or has another shape."""
+        state, name = self.loadable.state_dict(), self.NAMES["quantized"]
+        fewer = {key: value for key, value in state["model"].items() if key != name}
+        other = {**state["model"], name: torch.zeros(3)}
+        return {
+            what: lambda model=model: self.loadable.load_state_dict({**state, "model": model})  # type: ignore[misc]
+            for what, model in (("a missing name", fewer), ("another shape", other))
+        }
 
     def mend(self) -> str:
         """Do what the error says, and return what that was: "load" or "refresh"."""

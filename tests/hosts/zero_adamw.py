@@ -90,6 +90,7 @@ class Zero(HostUnderTest):
             Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=device)),
         )
         self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
+        self.loadable = self._optimizer
         self._checkpoints = Checkpoints(folder, keep=2)
 
     @classmethod
@@ -168,16 +169,6 @@ class Zero(HostUnderTest):
     @property
     def verified(self) -> Any:
         return self._optimizer
-
-    def states_that_do_not_fit(self) -> Calls:
-        """A name that is missing, and another shape."""
-        state = self._optimizer.state_dict()
-        fewer = {name: value for name, value in state["model"].items() if name != "nv"}
-        other = {**state["model"], "nv": torch.zeros(3)}
-        return {
-            name: lambda model=model: self._optimizer.load_state_dict({**state, "model": model})  # type: ignore[misc]
-            for name, model in (("a missing name", fewer), ("another shape", other))
-        }
 
     @property
     def model(self) -> nn.Module:

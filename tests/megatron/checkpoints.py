@@ -81,6 +81,15 @@ def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[
         return state, steps, wrong | run.stale_bytes()
 
 
+def check(written: State, read: list[tuple[State, set[float], dict[str, int]]]) -> None:
+    """What was read is what was written, after three steps, and no byte is stale."""
+    for state, steps, wrong in read:
+        assert steps == {3.0}
+        for key, whole in written.items():
+            assert all(torch.equal(whole[name], state[key][name]) for name in whole), key
+        assert not wrong
+
+
 def _steps(run: Run) -> set[float]:
     """Those that were taken, which torch's Adam counts by parameter, and a fused one by group."""
     inner = [one.optimizer for one in run.optimizer.chained_optimizers]

@@ -3,18 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.devices import gpus
 from tests.megatron import muon, offloading, test_delayed, test_metrics
-from tests.megatron.checkpoints import loaded, resume, saved
+from tests.megatron.checkpoints import check, loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
-from tests.megatron.test_checkpoints import KINDS, check
+from tests.megatron.test_checkpoints import KINDS
 from tests.megatron.test_one_rank import ON_GPUS, told
 from tests.megatron.test_one_rank import check as check_one_rank
 from tests.megatron.test_parallel import PARALLEL, said
@@ -65,14 +66,6 @@ def test_muon(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None
         assert not wrong and verified and losses[2] < losses[0]
 
 
-@pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON or "there is Muon")
-@pytest.mark.parametrize("world", [ONE, TWO])
-def test_muon_resumes(gpu_ranks: Ranks, world: int) -> None:
-    case = Case("delayed", overlap=True, experts=True)
-    for same, wrong in gpu_ranks(world)(muon.resume, case, KINDS[0], timeout=SECONDS):
-        assert all(same.values()) and not wrong
-
-
 @pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS["mixed"].values())
 @pytest.mark.parametrize("world", [TWO])
 def test_model_chunks_of_one_optimizer(gpu_ranks: Ranks, world: int) -> None:
@@ -94,13 +87,34 @@ def test_delayed_scaling(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(test_delayed.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
 
 
-@pytest.mark.parametrize("formats", ["mixed", "delayed"])
-@pytest.mark.parametrize("kind", KINDS)
+RESUMED: dict[str, tuple[Any, Case, str]] = {
+    "muon": (muon.resume, Case("delayed", overlap=True, experts=True), KINDS[0])
+}
+for kind in KINDS:
+    for formats in ("mixed", "delayed"):
+        RESUMED[f"{formats} {kind}"] = resume, Case(formats, overlap=True), kind
+    for fraction in (1.0, 0.5):
+        RESUMED[f"offloaded {fraction} {kind}"] = resume, offloaded(fraction=fraction, streams=True, overlap=True), kind
+
+
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str, formats: str) -> None:
-    for same, wrong in gpu_ranks(world)(resume, Case(formats, overlap=True), kind, timeout=SECONDS):
+def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
+    if name == "muon" and muon.WHY_NO_MUON:
+        pytest.skip(muon.WHY_NO_MUON)
+    function, case, kind = RESUMED[name]
+    for same, wrong in gpu_ranks(world)(function, case, kind, timeout=SECONDS):
         assert all(same.values()), same
         assert not wrong
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("world", [ONE])
+def test_offloaded_masters_detached_and_attached_again(gpu_ranks: Ranks, world: int, fraction: float) -> None:
+    case = offloaded(fraction=fraction, streams=True, overlap=True)
+    for differs, back, left in gpu_ranks(world)(offloading.reattached, case, timeout=SECONDS):
+        assert all(back.values()), back
+        assert differs == left == []
 
 
 @pytest.mark.parametrize("world", [TWO])
@@ -155,17 +169,3 @@ def test_the_gpu_does_not_hold_offloaded_masters(gpu_ranks: Ranks, world: int, f
     assert ours.live == pytest.approx(ours.predicted, rel=0.02)
     assert theirs.live - ours.live == pytest.approx(ours.masters, rel=0.02)
     assert ours.step < ours.masters / 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("world", [ONE])
-def test_an_offloaded_run_that_goes_on(gpu_ranks: Ranks, world: int, fraction: float, kind: str) -> None:
-    """From a checkpoint, and detached and attached again, to the bit."""
-    case = offloaded(fraction=fraction, streams=True, overlap=True)
-    for same, wrong in gpu_ranks(world)(resume, case, kind, timeout=SECONDS):
-        assert all(same.values()), same
-        assert not wrong
-    for differs, back, left in gpu_ranks(world)(offloading.reattached, case, timeout=SECONDS):
-        assert all(back.values()), back
-        assert differs == left == []

@@ -80,10 +80,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         _with("--no-use-layer-wise-param-layout"),
         "ValueError: .*--no-use-layer-wise-param-layout is not supported: .* leave it out",
     ),
-    "lion beside": (
-        _with("--muon-scalar-optimizer", "lion"),
-        "ValueError: .*muon_scalar_optimizer='lion' is not supported: use 'adam'",
-    ),
     "an older release": (
         _in_an_older_release,
         "ValueError: .*--optimizer muon is not supported: this megatron-core has no layout .*; 0.19 does",

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.megatron import offloading
-from tests.megatron.checkpoints import loaded, saved
+from tests.megatron.checkpoints import check, loaded, saved
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.te import needs_te
-from tests.megatron.test_checkpoints import KINDS, check
+from tests.megatron.test_checkpoints import KINDS
 from tests.megatron.training import FORMATS, MIXED, NARROW, Case
 from tests.selection import worlds
 from tests.workers import Ranks

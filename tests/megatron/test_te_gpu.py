@@ -174,10 +174,19 @@ def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: 
     )
 
 
-@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+RESUMED = {
+    "dp_reshardable": Case("te", overlap=True, te="02"),
+    "fully_reshardable": Case("te", overlap=True, te="02"),
+    **{f"moments {dtype}": precise(dtype, overlap=True) for dtype in (torch.float32, torch.bfloat16)},
+    **{f"offloaded {part}": offloaded(fraction=part, precise=True, overlap=True) for part in (1.0, 0.5)},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
-    for same, wrong in gpu_ranks(world)(resume, Case("te", overlap=True, te="02"), kind, timeout=SECONDS):
+def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
+    kind = "dp_reshardable" if name == "dp_reshardable" else "fully_reshardable"
+    for same, wrong in gpu_ranks(world)(resume, RESUMED[name], kind, timeout=SECONDS):
         assert all(same.values()), same
         assert not wrong
 
@@ -205,7 +214,7 @@ def test_a_recipe_of_tiles(gpu_ranks: Ranks, world: int) -> None:
 
 @pytest.mark.parametrize("world", [ONE])
 def test_detach_and_partial_tensors(gpu_ranks: Ranks, world: int) -> None:
-    assert gpu_ranks(world)(te_attaching.detached, timeout=SECONDS) == [[]]
+    assert gpu_ranks(world)(te_attaching.detached, Case("te", te=ALL_LAYERS), timeout=SECONDS) == [[]]
     ((synced, *others),) = gpu_ranks(world)(te_attaching.partial, timeout=SECONDS)
     assert synced == "RuntimeError: no"
     assert len(others) == 3 and all("an all-gather failed partway" in said for said in others), others
@@ -219,14 +228,6 @@ def test_precision_aware_optimizer(gpu_ranks: Ranks, world: int, moments: torch.
         assert not wrong and losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", [ONE, TWO])
-def test_precision_aware_resume_is_exact(gpu_ranks: Ranks, world: int, moments: torch.dtype) -> None:
-    for same, wrong in gpu_ranks(world)(resume, precise(moments, overlap=True), "fully_reshardable", timeout=SECONDS):
-        assert all(same.values()), same
-        assert not wrong
-
-
 @pytest.mark.parametrize("streams", [False, True], ids=["one optimizer", "one a master"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("world", [ONE, TWO])
@@ -236,12 +237,3 @@ def test_optimizer_cpu_offload(gpu_ranks: Ranks, world: int, fraction: float, st
     for losses, wrong, ok, sides in gpu_ranks(world)(offloading.train, case, timeout=SECONDS):
         assert not wrong and ok and losses[2] < losses[0]
         assert sides.offloaded == sides.standing == sides.cast_there > 0
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("world", [ONE, TWO])
-def test_offloaded_resume_is_exact(gpu_ranks: Ranks, world: int, fraction: float) -> None:
-    case = offloaded(fraction=fraction, precise=True, overlap=True)
-    for same, wrong in gpu_ranks(world)(resume, case, "fully_reshardable", timeout=SECONDS):
-        assert all(same.values()), same
-        assert not wrong

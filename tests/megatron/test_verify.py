@@ -67,7 +67,7 @@ def test_debug_mode() -> None:
     said = {}
     try:
         with host():
-            run, attached = build_attached(Case(NARROW, overlap=True))
+            run, _ = build_attached(Case(NARROW, overlap=True))
             weight = next(iter(run.weights.values()))
             (own,) = run.optimizer.chained_optimizers
             run.step(0)
@@ -85,17 +85,10 @@ def test_debug_mode() -> None:
             run.step(2)
             run.force_sync()
             weight.dequantize()
-            with torch.no_grad():
-                for master in attached.plans[0].validity._masters:
-                    master().add_(1.0)
-            said["by hand"] = _refusal(weight)
-            attached.refresh()
-            weight.dequantize()
     finally:
         zerocast.set_debug(False)
     assert "an optimizer has updated its masters since its last cast" in said["between step and cast"]
     assert "holds this rank's part of the last cast only" in said["before the gather"]
-    assert "its masters have been written since its last cast" in said["by hand"]
     assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests import casts
 from tests.fsdp2 import models
 from tests.torchtitan.training import Case, complaints, trainer
+from tests.workers import Ranks
 
 SAVING = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 
@@ -68,3 +69,15 @@ def whole(tensor: Any) -> Tensor:
     """The tensor gathered from all ranks, if it is sharded."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
+
+
+def check_resumed(ranks: Ranks, world: int, case: Any, folder: str, make: Any = trainer) -> None:
+    """A run that goes on from its second step is the one that was never interrupted, to the bit."""
+    whole = ranks(world)(run, case, folder, -1, make, timeout=240)
+    resumed = ranks(world)(run, case, folder, 2, make, timeout=240)
+    for (losses, held, wrong), (later, again, wrong_again) in zip(whole, resumed, strict=True):
+        assert later == losses[2:]
+        assert again == held
+        assert not wrong and not wrong_again
+    assert any("rowwise_data" in key for key in whole[0][1]) and any("exp_avg" in key for key in whole[0][1])
+    assert ("fp8_delayed" in case.recipe) == any("amax_history" in key for key in whole[0][1])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.torchtitan.checkpoints import exported, from_safetensors, loaded_masters, run
+from tests.torchtitan.checkpoints import check_resumed, exported, from_safetensors, loaded_masters, run
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
 from tests.torchtitan.training import MIXED, SLICED, TENSOR, Case
 from tests.workers import Ranks
@@ -29,15 +29,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nvfp4" else slow) for name in CASES])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    case, world = CASES[name], 4 if name == "tensor parallelism" else 2
-    whole = ranks(world)(run, case, str(tmp_path))
-    resumed = ranks(world)(run, case, str(tmp_path), 2)
-    for (losses, contents, complaints), (later, again, of_the_resumed) in zip(whole, resumed, strict=True):
-        assert later == losses[2:]
-        assert again == contents
-        assert not complaints and not of_the_resumed
-    assert any("rowwise_data" in key for key in whole[0][1]) and any("exp_avg" in key for key in whole[0][1])
-    assert ("fp8_delayed" in case.recipe) == any("amax_history" in key for key in whole[0][1])
+    check_resumed(ranks, 4 if name == "tensor parallelism" else 2, CASES[name], str(tmp_path))
 
 
 @slow

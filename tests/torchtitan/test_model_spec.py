@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.torchtitan.checkpoints import loaded_masters, run
+from tests.torchtitan.checkpoints import check_resumed, loaded_masters, run
 from tests.torchtitan.host_on_cpu import importable
 from tests.torchtitan.trainer_on_cpu import MIXED, WHY_NOT, Case, needs_model_specs, plain, trainer, trainer_on_cpu
 from tests.torchtitan.training import refused, train
@@ -138,15 +138,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nvfp4" else slow) for name in RESUMED])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    world, case = RESUMED[name]
-    whole = ranks(world)(run, case, str(tmp_path), -1, trainer, timeout=240)
-    resumed = ranks(world)(run, case, str(tmp_path), 2, trainer, timeout=240)
-    for (losses, contents, complaints), (later, again, of_the_resumed) in zip(whole, resumed, strict=True):
-        assert later == losses[2:]
-        assert again == contents
-        assert not complaints and not of_the_resumed
-    assert any("rowwise_data" in key for key in whole[0][1]) and any("exp_avg" in key for key in whole[0][1])
-    assert ("fp8_delayed" in case.recipe) == any("amax_history" in key for key in whole[0][1])
+    check_resumed(ranks, *RESUMED[name], str(tmp_path), trainer)
 
 
 @slow

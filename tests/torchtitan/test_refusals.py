@@ -162,36 +162,32 @@ def test_a_spec_whose_optimizers_do_more() -> None:
         integration.with_fused_optimizers(more)
 
 
-def test_another_shape() -> None:
-    with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.optimizer"):
-        host.import_name("components.optimizer", "Nothing")
-    with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.nowhere"):
-        host.import_name("components.nowhere", "Nothing")
-
-
-def test_no_torchtitan() -> None:
-    with (
-        mock.patch.object(importlib.util, "find_spec", return_value=None),
-        pytest.raises(ImportError, match="torchtitan is not installed"),
-    ):
-        host.import_name("components.optimizer", "OptimizersContainer")
+@pytest.mark.parametrize("module", ["components.optimizer", "components.nowhere"])
+def test_another_shape(module: str) -> None:
+    with pytest.raises(RuntimeError, match=f"no Nothing in torchtitan.{module}"):
+        host.import_name(module, "Nothing")
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("name", "error", "said"),
     [
+        ("find_spec", None, "torchtitan is not installed"),
         (
+            "import_module",
             ModuleNotFoundError("No module named 'datasets'", name="datasets"),
             "torchtitan is installed and needs datasets",
         ),
         (
+            "import_module",
             ImportError("cannot import name 'x' from 'torch'"),
             "is installed and cannot be imported: cannot import name 'x'",
         ),
     ],
 )
-def test_torchtitan_that_cannot_be_imported(error: ImportError, said: str) -> None:
-    with mock.patch.object(importlib, "import_module", side_effect=error), pytest.raises(ImportError, match=said):
+def test_torchtitan_that_cannot_be_imported(name: str, error: ImportError | None, said: str) -> None:
+    owner = importlib.util if error is None else importlib
+    failing = mock.patch.object(owner, name, side_effect=error, return_value=None)
+    with failing, pytest.raises(ImportError, match=said):
         host.import_name("components.optimizer", "OptimizersContainer")
 
 

@@ -47,18 +47,23 @@ OBEYED = {
     # read with `fsdp` alone
     "fsdp_config",
 }
+RECIPE = {"*_proj.weight": "fp8_block"}
 URL = "memory://runs"
 OF_OPTIMIZER = {"optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 ROWS = [{"input_ids": torch.arange(8) + shift, "labels": torch.arange(8) + shift} for shift in range(8)]
 
 
-def model() -> Any:
+def plain_model() -> Any:
+    """A Llama of one layer."""
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, vocab_size=32, num_attention_heads=2, num_hidden_layers=1
     )
     torch.manual_seed(0)
-    made = transformers.LlamaForCausalLM(config)
-    return zerocast.quantize_(made, {"*_proj.weight": "fp8_block"}, dtype=torch.bfloat16)
+    return transformers.LlamaForCausalLM(config)
+
+
+def model() -> Any:
+    return zerocast.quantize_(plain_model(), RECIPE, dtype=torch.bfloat16)
 
 
 def trainer_of(folder: Path | str, **options: Any) -> Any:
@@ -131,8 +136,7 @@ def test_refused_where_a_run_would_not_reduce_its_gradients(tmp_path: Path) -> N
     for call in (trainer.train, lambda: trainer.evaluate(ROWS)):
         assert "start a process a GPU (torchrun" in error_of(call)
     arguments = trainer_of(tmp_path).args
-    plain = transformers.LlamaForCausalLM(model().config)
-    said = error_of(Trainer(plain, arguments, train_dataset=ROWS).train)
+    said = error_of(Trainer(plain_model(), arguments, train_dataset=ROWS).train)
     assert "call zerocast.quantize_(model, recipe) before" in said
     net = model()
     sgd = torch.optim.SGD([p for p in net.parameters() if type(p) is torch.nn.Parameter], lr=0.1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.docs.page import ROOT
 from tests.optim.test_torch_adamw import EACH, distance
-from tests.trainers.test_arguments import ROWS
+from tests.trainers.test_arguments import RECIPE, ROWS, model, plain_model
 from tests.workers import Ranks, error_of
 from zerocast import QuantizedWeight, ZeroAdamW, optim
 
@@ -22,21 +22,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from zerocast.integrations.huggingface import Accelerator, Trainer  # noqa: E402
 
-RECIPE = {"*_proj.weight": "fp8_block"}
 LOW_RANK, RATE = 4, 1e-2
-
-
-def model() -> Any:
-    """A Llama of one layer, not quantized."""
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, vocab_size=32, num_attention_heads=2, num_hidden_layers=1
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
-def quantized(net: Any) -> Any:
-    return zerocast.quantize_(net, RECIPE, dtype=torch.bfloat16)
 
 
 def trainer_of(folder: Path, net: Any, **options: Any) -> Any:
@@ -61,7 +47,7 @@ def losses(trainer: Any) -> list[float]:
 @pytest.fixture(scope="module")
 def ordinary(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run without anything special."""
-    trainer = trainer_of(tmp_path_factory.mktemp("ordinary"), quantized(model()), save_strategy="no")
+    trainer = trainer_of(tmp_path_factory.mktemp("ordinary"), model(), save_strategy="no")
     trainer.train()
     return losses(trainer)
 
@@ -102,7 +88,7 @@ def with_adapters(net: Any) -> Any:
 
 def plain_copy(net: Any) -> Any:
     """The same model, with plain weights of the values of its quantized ones."""
-    other = model()
+    other = plain_model()
     with torch.no_grad():
         for (name, ours), theirs in zip(net.named_parameters(), other.parameters(), strict=True):
             assert ours.shape == theirs.shape, name
@@ -114,7 +100,7 @@ def adapters_beside_plain() -> tuple[float, bool]:
     """(distance in ulp of adapters from those that torch's AdamW trains beside plain weights of the same values, whether the base
     is as it was).
     """
-    base = zerocast.quantize_(model(), RECIPE, dtype=torch.float32)
+    base = zerocast.quantize_(plain_model(), RECIPE, dtype=torch.float32)
     theirs = with_adapters(plain_copy(base))
     ours = with_adapters(base)
     before = {n: p.dequantize() for n, p in ours.named_parameters() if isinstance(p, QuantizedWeight)}
@@ -146,7 +132,7 @@ def test_adapters_of_your_own(ranks: Ranks, world: int) -> None:
 def adapters_of_peft() -> Any:
     peft = pytest.importorskip("peft", reason="peft is not installed: make hosts")
     torch.manual_seed(1)
-    return peft.get_peft_model(quantized(model()), peft.LoraConfig(r=LOW_RANK, target_modules=["q_proj", "v_proj"]))
+    return peft.get_peft_model(model(), peft.LoraConfig(r=LOW_RANK, target_modules=["q_proj", "v_proj"]))
 
 
 def test_adapters_of_peft(tmp_path: Path) -> None:
@@ -166,7 +152,7 @@ def test_adapters_of_peft(tmp_path: Path) -> None:
     assert all(torch.equal(masters[name], stored[name.replace(".default", "")]) for name in trained)
     import peft
 
-    read = peft.PeftModel.from_pretrained(quantized(model()), folder)
+    read = peft.PeftModel.from_pretrained(model(), folder)
     for name in trained:
         assert torch.equal(read.get_parameter(name), masters[name])
 
@@ -199,7 +185,7 @@ def test_merge_and_unload(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(tmp_path: Path, ordinary: list[float], reentrant: bool) -> None:
-    net = quantized(model())
+    net = model()
     options = {"use_reentrant": reentrant}
     trainer = trainer_of(
         tmp_path, net, save_strategy="no", activation_checkpointing=True, activation_checkpointing_kwargs=options
@@ -213,7 +199,7 @@ def test_activation_checkpointing(tmp_path: Path, ordinary: list[float], reentra
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_torch_compile(tmp_path: Path, ordinary: list[float], backend: str) -> None:
     torch._dynamo.reset()
-    net = quantized(model())
+    net = model()
     trainer = trainer_of(tmp_path, net, save_strategy="no", torch_compile=True, torch_compile_backend=backend)
     trainer.train()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -223,13 +209,13 @@ def test_torch_compile(tmp_path: Path, ordinary: list[float], backend: str) -> N
 
 def test_device_map(tmp_path: Path, ordinary: list[float]) -> None:
     """One device for the whole model. Over several, and where layers are offloaded, there is no one device for masters."""
-    model().save_pretrained(tmp_path / "plain")
+    plain_model().save_pretrained(tmp_path / "plain")
 
     def read(device_map: Any) -> Any:
         read = transformers.LlamaForCausalLM.from_pretrained(
             tmp_path / "plain", device_map=device_map, offload_folder=str(tmp_path / "off"), dtype=torch.float32
         )
-        return quantized(read)
+        return zerocast.quantize_(read, RECIPE, dtype=torch.bfloat16)
 
     trainer = trainer_of(tmp_path, read("cpu"), save_strategy="no")
     trainer.train()
@@ -254,9 +240,7 @@ def test_push_to_hub(tmp_path: Path) -> None:
         mock.patch.object(transformers.trainer, "hf_api", return_value=hub),
         mock.patch.object(transformers.Trainer, "create_model_card"),
     ):
-        trainer = trainer_of(
-            tmp_path, quantized(model()), push_to_hub=True, hub_model_id="owner/name", save_strategy="no"
-        )
+        trainer = trainer_of(tmp_path, model(), push_to_hub=True, hub_model_id="owner/name", save_strategy="no")
         trainer.train()
         trainer.push_to_hub()
     masters = optim.full_state_dict(trainer.model, trainer._zero())
@@ -310,7 +294,7 @@ def test_buffers_that_grow(tmp_path: Path) -> None:
 
 def test_save_pretrained(tmp_path: Path) -> None:
     """It asks for the storage of each tensor. Masters are what it can be given."""
-    net = quantized(model())
+    net = model()
     optimizer = ZeroAdamW(net.named_parameters())
     error = error_of(lambda: net.save_pretrained(tmp_path / "bytes"))
     assert "zerocast.optim.full_state_dict(model, optimizer) for save_pretrained" in error
@@ -323,7 +307,7 @@ def test_save_pretrained(tmp_path: Path) -> None:
 
 def test_the_stock_accelerator(tmp_path: Path) -> None:
     """On one rank it trains; what it saves names ours."""
-    accelerator, net = accelerate.Accelerator(cpu=True), quantized(model())
+    accelerator, net = accelerate.Accelerator(cpu=True), model()
     net, optimizer = accelerator.prepare(net, ZeroAdamW(net.named_parameters()))
     before = net.model.layers[0].mlp.up_proj.weight.dequantize()
     accelerator.backward(net(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss)
@@ -334,7 +318,7 @@ def test_the_stock_accelerator(tmp_path: Path) -> None:
 
 
 def test_the_stock_trainer(tmp_path: Path) -> None:
-    net = quantized(model())
+    net = model()
     arguments = transformers.TrainingArguments(
         str(tmp_path), use_cpu=True, bf16=True, report_to=[], disable_tqdm=True, max_steps=1
     )

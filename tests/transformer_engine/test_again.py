@@ -1,5 +1,7 @@
 """A call of a list that was called before does the same again at once, unless anything has changed: then it sees that."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -7,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import casts
 from tests.sharded import Weight
@@ -215,14 +218,17 @@ def test_masters_of_other_elements_at_the_same_place() -> None:
 
 
 def test_nothing_of_a_list_is_kept_alive() -> None:
-    """The tensors of a list that was called twice go with their last owner."""
-    import gc
-    import weakref
-
+    """Its masters go with `release`, its tensors with their last owner."""
     loop = Loop()
     for step in range(2):
         loop.step(step)
-    alive = [weakref.ref(tensor) for tensor in loop.tensors]
+    masters = [StorageWeakRef(master.untyped_storage()) for master in loop.masters]
+    loop.masters.clear()
+    assert not any(master.expired() for master in masters)
+    integration().release(loop.tensors)
+    gc.collect()
+    assert all(master.expired() for master in masters)
+    tensors = [weakref.ref(tensor) for tensor in loop.tensors]
     del loop
     gc.collect()
-    assert not any(reference() is not None for reference in alive)
+    assert not any(reference() is not None for reference in tensors)

@@ -15,8 +15,8 @@ from tests.transformer_engine.tensors import bytes_of
 from tests.workers import Ranks, error_of
 
 
-def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
-    """(error, whether a byte changed) where an option of rank 1's second weight is one that is not cast."""
+def wrong_on_one_rank(cases: tuple[Weight, ...]) -> str:
+    """The error where an option of rank 1's second weight is one that is not cast; no byte changes."""
     with host_on_cpu():
         casting = Casting(cases)
         if casting.rank == 1:
@@ -25,7 +25,7 @@ def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
         error = error_of(casting.cast)
         for held, one in zip(before, casting.tensors, strict=True):
             casts.assert_same_bytes(bytes_of(one), held)
-        return error, True
+        return error
 
 
 def wrong_in_a_later_call(case: Weight, moved: tuple[tuple[int, int], ...]) -> list[str]:
@@ -149,39 +149,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("te")
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(name: str) -> None:
-    fmt, change, reason = REFUSED[name]
-    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)), Weight(fmt, SHAPE, ((0, NUMEL),))))
-    change(here.tensors[1])
-    before = [bytes_of(one) for one in here.tensors]
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"model weight 1: .*{reason}"):
-        here.cast()
-    for one, held in zip(here.tensors, before, strict=True):
-        casts.assert_same_bytes(bytes_of(one), held)
+SET_LATER = ("4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype")
 
 
 @pytest.mark.usefixtures("te")
-@pytest.mark.parametrize(
-    "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype"]
-)
+@pytest.mark.parametrize(("name", "calls"), [*((name, 0) for name in REFUSED), *((name, 2) for name in SET_LATER)])
 @pytest.mark.notices(
     "a quantizer or a tensor gets an unsupported option between two calls",
     where="TransformerEngine",
     answer="raises, names the weight, no byte changed",
 )
-def test_refused_when_set_after_a_cast(name: str) -> None:
+def test_refused_with_the_reason(name: str, calls: int) -> None:
+    """In the first call, or after some that were right, of the same list and masters."""
     fmt, change, reason = REFUSED[name]
-    here = Casting((Weight(fmt, SHAPE, ((0, NUMEL),)),))
+    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)), Weight(fmt, SHAPE, ((0, NUMEL),))))
     masters, starts = here.masters()
-    for _ in range(2):
+    for _ in range(calls):
         integration().quantize_master_weights(here.tensors, masters, starts, None)
-    change(here.tensors[0])
-    before = bytes_of(here.tensors[0])
-    with pytest.raises(ValueError, match=f"model weight 0: .*{reason}"):
+    change(here.tensors[1])
+    before = [bytes_of(one) for one in here.tensors]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"model weight 1: .*{reason}"):
         integration().quantize_master_weights(here.tensors, masters, starts, None)
-    casts.assert_same_bytes(bytes_of(here.tensors[0]), before)
+    for one, held in zip(here.tensors, before, strict=True):
+        casts.assert_same_bytes(bytes_of(one), held)
 
 
 @pytest.mark.usefixtures("te")
@@ -248,9 +238,8 @@ def test_a_later_call_that_is_wrong_changes_nothing() -> None:
     answer="raises on all ranks",
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    for error, unchanged in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
+    for error in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")
-        assert unchanged
     for error in ranks(2)(other_formats, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: weight 0 is fp8_current (64, 96) torch.bfloat16 on rank 0 and nvfp4")
 

@@ -1,8 +1,20 @@
 """Patches: attributes of a framework that an integration replaces, and restores."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+
+@contextlib.contextmanager
+def known_api(unknown: str) -> Iterator[None]:
+    """Raise RuntimeError in place of AttributeError: the framework lacks a needed name.
+
+    `unknown` says which versions have it.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        raise RuntimeError(f"{error}: {unknown}") from error
 
 
 class Patch(NamedTuple):
@@ -21,12 +33,13 @@ class Patches(contextlib.ExitStack):
     """
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Replace the attributes one at a time.
+        """Replace the attributes one at a time. Raises AttributeError for one that does not exist.
 
         `patches` may be a generator. Each attribute is set before the next patch is requested, so a
         later patch can read and wrap an earlier one. A list would break this.
         """
         for owner, name, value in patches:
+            getattr(owner, name)
             # A method that an instance has from its class is restored by deleting the attribute.
             if name in vars(owner):
                 self.callback(setattr, owner, name, vars(owner)[name])

@@ -40,13 +40,12 @@ def check_device(model: nn.Module, device: torch.device) -> None:
 
 def is_same_device(first: torch.device, second: torch.device) -> bool:
     """Return True for the same type and index. `cuda` without an index is the current device."""
-    return first.type == second.type and (first.index == second.index or _index(first) == _index(second))
+    return first == second or _with_index(first) == _with_index(second)
 
 
-def _index(device: torch.device) -> int:
-    if str(device) == "cuda":
-        return torch.cuda.current_device()
-    return device.index or 0
+def _with_index(device: torch.device) -> torch.device:
+    index = torch.cuda.current_device() if str(device) == "cuda" else device.index or 0
+    return torch.device(device.type, index)
 
 
 def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module]) -> None:
