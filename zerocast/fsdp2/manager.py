@@ -96,6 +96,13 @@ class CastManager(Driver[ShardPlan]):
         """The prepared weights, which the model keeps alive."""
         return self.plan.weights
 
+    @property
+    def casts(self) -> tuple[int, bool]:
+        """(number of casts so far, True if the next gather casts). Exports of live weights ask for
+        it.
+        """
+        return self.plan.generation, self._is_due
+
     # -- casts
 
     def make_due(self, by: Optimizer | None = None) -> None:
