@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.sources import Entry, TensorSource, open_source
-from zerocast.checkpoint.sources.source import SourceReader
 from zerocast.serve.piece import Piece
 from zerocast.serve.stored_model import StoredModel
 
@@ -28,7 +26,7 @@ def stored_weights(model: Any, source: str | os.PathLike[str] | Mapping[str, Any
     return StoredWeights(StoredModel.from_model(model), open_source(source))
 
 
-class StoredWeights:
+class StoredWeights(TensorSource):
     """A TensorSource that joins stored pieces to parameters."""
 
     def __init__(self, model: StoredModel, source: TensorSource) -> None:
@@ -41,24 +39,15 @@ class StoredWeights:
             if [piece.name for piece in pieces] != [name] and all(piece.name in source.entries for piece in pieces)
         }
         piece_names = {piece.name for pieces in self._pieces.values() for piece in pieces}
-        self._entries = {name: entry for name, entry in source.entries.items() if name not in piece_names}
+        self.entries = {name: entry for name, entry in source.entries.items() if name not in piece_names}
         for name, pieces in self._pieces.items():
-            self._entries[name] = Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor by name."""
-        return self._entries
-
-    def reader(self) -> StorageReader:
-        """Return the source as storage that torch.distributed.checkpoint loads from."""
-        return SourceReader(self)
+            self.entries[name] = Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor, on the CPU, in its stored dtype."""
         if name not in self._pieces:
             return self._source.read(name, offsets, sizes)
-        shape = self._entries[name].shape
+        shape = self.entries[name].shape
         first_column = offsets[-1]
         columns = sizes[-1]
         parts = []

@@ -31,10 +31,16 @@ Casts = tuple[tuple[int, ...], ...]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, shared ones once, and persistent buffers, by name."""
-    saved = _saved_names(model)
-    yield from ((name, parameter) for name, parameter in model.named_parameters() if name in saved)
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    """Parameters, shared ones once, and persistent buffers, by name. No state dict is made, which
+    would hold gathered tensors.
+    """
+    yield from model.named_parameters()
+    not_saved = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in not_saved)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -42,18 +48,6 @@ def is_sharded(model: nn.Module) -> bool:
     DTensors.
     """
     return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def _saved_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters and persistent buffers, without a state dict of gathered
-    tensors.
-    """
-    names = {name for name, _ in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        not_saved = module._non_persistent_buffers_set
-        start = f"{prefix}." if prefix else ""
-        names |= {start + name for name, _ in module.named_buffers(recurse=False) if name not in not_saved}
-    return names
 
 
 class WholeWeights(ABC):

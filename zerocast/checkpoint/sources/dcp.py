@@ -20,7 +20,7 @@ import os
 import pickle
 import pickletools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
-from zerocast.checkpoint.sources.source import Entry, dtype_name
+from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name
 from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
@@ -143,7 +143,7 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
-class DcpSource:
+class DcpSource(TensorSource):
     """The tensors of a checkpoint folder. Objects that are not tensors are skipped and never
     unpickled.
 
@@ -155,18 +155,13 @@ class DcpSource:
     def __init__(self, path: Location) -> None:
         self.location = str(path)
         self._path = path
-        self._entries = {
+        self.entries = {
             name: Entry(tuple(tensor.size), dtype_name(tensor.properties.dtype))
             for name, tensor in SafeReader(path).read_metadata().state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
         # A cache of the tensor that was read last.
         self._load_cached = functools.lru_cache(maxsize=1)(self._load)
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor keyed by name."""
-        return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor. The full tensor stays in memory until another tensor is
@@ -180,7 +175,7 @@ class DcpSource:
         return SafeReader(self._path)
 
     def _load(self, name: str) -> Tensor:
-        entry = self._entries[name]
+        entry = self.entries[name]
         state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
         try:
             load(state, self.reader(), ONE_PROCESS, self.location)

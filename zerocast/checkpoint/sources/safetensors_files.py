@@ -3,15 +3,14 @@ memory.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular, read_bounded
-from zerocast.checkpoint.sources.source import Entry, SourceReader
+from zerocast.checkpoint.sources.source import Entry, TensorSource
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -33,7 +32,7 @@ DTYPES = {
 }
 
 
-class SafetensorsSource:
+class SafetensorsSource(TensorSource):
     """Tensors of safetensors files; `path` is a file, an index or a folder.
 
     Raises ValueError, with the name of the file, if a file is truncated or damaged, if a file in
@@ -45,18 +44,13 @@ class SafetensorsSource:
         self.location = str(path)
         # The open file and the entry of each tensor keyed by name.
         self._files: dict[str, Any] = {}
-        self._entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}
         index = _index_of(path)
         if index is not None:
             self._open_index(index)
         else:
             for file in sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]:
                 self._open(file, None)
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor keyed by name."""
-        return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor; nothing else is read from the file."""
@@ -66,10 +60,6 @@ class SafetensorsSource:
             self.location, lambda: opened.get_slice(name)[box] if box else opened.get_tensor(name)
         )
         return tensor
-
-    def reader(self) -> StorageReader:
-        """Return the files as storage that torch.distributed.checkpoint loads from."""
-        return SourceReader(self)
 
     def _open_index(self, index: Path) -> None:
         content = read_bounded(index, MOST_INDEX_BYTES)
@@ -96,12 +86,12 @@ class SafetensorsSource:
         for name in sorted(names if wanted is None else wanted):
             if name not in names:
                 raise ValueError(f"{name} is not in {file}, but the index of {self.location} says so")
-            if name in self._entries:
+            if name in self.entries:
                 raise ValueError(f"{name} is in two files of {self.location}, the second is {file}")
             view = opened.get_slice(name)
             dtype = str(view.get_dtype())
             self._files[name] = opened
-            self._entries[name] = Entry(tuple(view.get_shape()), DTYPES.get(dtype, dtype))
+            self.entries[name] = Entry(tuple(view.get_shape()), DTYPES.get(dtype, dtype))
 
 
 def is_safetensors(path: Path) -> bool:

@@ -50,14 +50,15 @@ class Entry:
 
 
 class TensorSource(Protocol):
-    """Tensors by name; the constructor reads names and shapes and raises ValueError for damage."""
+    """Tensors by name; the constructor reads names and shapes and raises ValueError for damage.
 
-    location: str  # for messages
+    Attributes:
+        location: the path of the source, for messages.
+        entries: shape and dtype of each tensor keyed by name.
+    """
 
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor keyed by name."""
-        ...
+    location: str
+    entries: Mapping[str, Entry]
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor, on the CPU, in its stored dtype. Raises ValueError if reading
@@ -67,7 +68,7 @@ class TensorSource(Protocol):
 
     def reader(self) -> StorageReader:
         """Return the source as storage that torch.distributed.checkpoint loads from."""
-        ...
+        return SourceReader(self)
 
 
 def read_span(source: TensorSource, name: str, span: Span) -> Tensor:

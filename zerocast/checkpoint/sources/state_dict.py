@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular
-from zerocast.checkpoint.sources.source import Entry, SourceReader, dtype_name
+from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name
 
 # The levels of nested dictionaries that are read.
 DEEPEST = 16
 
 
-class StateDictSource:
+class StateDictSource(TensorSource):
     """Tensors of a mapping from names to tensors."""
 
     def __init__(self, state: Mapping[str, Any], location: str = "the state dict") -> None:
@@ -30,7 +29,7 @@ class StateDictSource:
             self._tensors = dict(_tensors(state, "", DEEPEST))
         except ValueError as error:
             raise ValueError(f"{location}: {error}") from None
-        self._entries = {name: Entry(tuple(tensor.shape), _kind(tensor)) for name, tensor in self._tensors.items()}
+        self.entries = {name: Entry(tuple(tensor.shape), _kind(tensor)) for name, tensor in self._tensors.items()}
 
     @staticmethod
     def of_file(path: Path) -> "StateDictSource":
@@ -52,19 +51,10 @@ class StateDictSource:
             raise ValueError(f"{path} holds a {type(state).__name__}, expected a state dict")
         return StateDictSource(state, str(path))
 
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor keyed by name."""
-        return self._entries
-
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor: a view, or a copy from its device."""
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         return self._tensors[name].detach()[box].cpu()
-
-    def reader(self) -> StorageReader:
-        """Return the tensors as storage that torch.distributed.checkpoint loads from."""
-        return SourceReader(self)
 
 
 def _tensors(state: Mapping[Any, Any], prefix: str, levels: int) -> Iterator[tuple[str, Tensor]]:
