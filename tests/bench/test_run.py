@@ -130,9 +130,11 @@ def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.C
         for line in stored["rows"]:
             line["over_floor"] *= factor
         written.write_text(json.dumps(stored))
-        assert main([*options, "--out", str(tmp_path / "again"), "--compare", str(written)]) == status
+        assert main([*options, "--json", "--out", str(tmp_path / "again"), "--compare", str(written)]) == status
+        printed = capsys.readouterr()
         stored = json.loads((tmp_path / "again" / written.name).read_text())
-    assert "regression: A cast nvfp4" in capsys.readouterr().err
+        assert json.loads(printed.out) == stored
+    assert "regression: A cast nvfp4" in printed.err
 
 
 def test_without_its_extra_the_command_line_says_what_to_install(

@@ -26,8 +26,6 @@ from zerocast.cli import main
 TINY = StepConfig(
     shape="tiny", layers=2, vocabulary=256, seq=32, steps=1, warm_up=2, modes=("eager",), compiler="aot_eager"
 )
-BLOCK_MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # elements of both blocks
-REST = 5 * 128 + 2 * 256 * 128  # norms, embedding, head
 
 
 def ran(config: StepConfig) -> dict[str, Any]:
@@ -68,18 +66,6 @@ def test_moments_in_8_bits_are_rounded(ranks: Ranks, host: str) -> None:
     assert rounded["losses"][0] == exact["losses"][0]
     assert rounded["losses"][-1] != exact["losses"][-1]
     assert rounded["losses"] == pytest.approx(exact["losses"], abs=0.05)
-
-
-@pytest.mark.parametrize(("host", "gathers"), [("fsdp2", 2), ("zero_adamw", 1)])
-def test_bytes_on_the_wire_are_those_of_the_format(ranks: Ranks, host: str, gathers: int) -> None:
-    """FSDP2 gathers a block for its forward and for its backward pass, the rest once."""
-    chosen = tuple(f"{host}:{fmt}" for fmt in ("bf16", "fp8_block", "nvfp4"))
-    found = ranks(2)(ran, replace(TINY, variants=chosen, steps=2))[0]
-    assert [len(row["step_ms"]) for row in found["rows"]] == [2] * 3
-    gathered = {row["variant"].partition(":")[2]: row["wire_bytes"]["weight_gather"] for row in found["rows"]}
-    for fmt, nbytes in (("bf16", 2.0), ("fp8_block", 1 + 4 / 128**2), ("nvfp4", 0.5 + 1 / 16)):
-        blocks = gathers * BLOCK_MATRICES * nbytes
-        assert blocks < gathered[fmt] < blocks + 2 * gathers * REST + 0.02 * gathered["bf16"], fmt
 
 
 def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
@@ -178,7 +164,7 @@ def _with_one_that_raises(config: StepConfig) -> tuple[dict[str, Any], list[bool
 
 def test_a_row_that_raises_on_one_rank_costs_no_other_and_holds_nothing(ranks: Ranks) -> None:
     for report, alive, weight_gradients in ranks(2)(_with_one_that_raises, TINY):
-        reason = "rank 1: RuntimeError: no such kernel"
+        reason = "RuntimeError: rank 1: no such kernel"
         assert report["failures"] == [{"row": "broken:bf16+fp8_wgrad eager", "reason": reason}]
         assert [row["variant"] for row in report["rows"]] == ["look:bf16+fp8_wgrad"]
         assert alive == [False] and weight_gradients == "nominal"  # products are as they were

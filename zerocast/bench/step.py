@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from zerocast.bench.report import today
 from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.bench.variant import StepRow, Training, select
 from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.distributed.agreement import together
 from zerocast.distributed.group import Group
 from zerocast.metrics import TrafficCounter
 
@@ -37,7 +38,8 @@ PROFILED = 2
 BATCHES = 4
 # The largest text that is read.
 MOST_TEXT_BYTES = 2**30
-Result = TypeVar("Result")
+# The name of the call in the error that is raised if ranks make different calls.
+TRAINS = "trains a row"
 Progress = Callable[[StepMeasurement | StepFailure], None]
 
 
@@ -142,24 +144,11 @@ class StepBench:
         before = self._allocated()
         try:
             with row.products():
-                training = self._together(lambda: self._training(row))
-                return self._together(lambda: self._measure(row, training, before))
+                training = together(self._outcomes, lambda: self._training(row), TRAINS)
+                return together(self._outcomes, lambda: self._measure(row, training, before), TRAINS)
         except Exception as error:
-            return StepFailure(row.name, str(error))
-
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`. Raises RuntimeError on every rank if it raised on any."""
-        result: Result | None = None
-        problem: str | None = None
-        try:
-            result = work()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        problems = self._outcomes.all_gather_object(problem, "how a row went")
-        for rank, reported in enumerate(problems):
-            if reported is not None:
-                raise RuntimeError(reported if self._world == 1 else f"rank {rank}: {reported}")
-        return cast("Result", result)
+            reason = str(error).strip().partition("\n")[0]
+            return StepFailure(row.name, f"{type(error).__name__}: {reason}")
 
     def _free_memory(self) -> None:
         """Free the memory of a row: its model, the frames of an error, and compiled graphs."""
