@@ -11,6 +11,7 @@ import torch
 
 import zerocast
 from tests.casts import raw
+from tests.docs.page import ROOT
 from zerocast import backends, formats
 from zerocast.plugins import FORMATS, plugins
 
@@ -36,6 +37,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+@pytest.mark.parametrize("name", ["fp8_square", "shadow"])
+def test_the_recipes_of_the_guide_are_files_of_the_package(name: str) -> None:
+    assert f"```python\n{(SITE / f'squarecast/{name}.py').read_text()}```" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_a_format_is_cast_alike_by_every_backend() -> None:
+    master, found = torch.randn(200 * 300), []
+    for backend in ("cpu", "reference"):
+        weight = zerocast.QuantizedWeight.empty((200, 300), "fp8_square:element=e4m3")
+        plan = zerocast.CastPlan([weight], [master], [0], backend=backend)
+        plan.cast()
+        plan.post_all_gather()
+        found.append({name: raw(t).tobytes() for name, t in weight.state.buffers.items() if t is not None})
+    assert found[0] == found[1]
+    assert weight.rowwise_scale_inv is not None and weight.rowwise_scale_inv.shape == (4, 8)
+
+
 def test_a_format_of_another_package_trains() -> None:
     assert "fp8_square" in formats.format_names() and "squarecast" not in sys.modules
     model = torch.nn.Linear(128, 64)
@@ -48,19 +66,19 @@ def test_a_format_of_another_package_trains() -> None:
 
 
 def test_a_backend_of_another_package_casts_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "borrowed" in backends.backend_names()
+    assert {"borrowed", "shadow"} <= {*backends.backend_names()}
     assert backends.choose(torch.device("cpu")) in ("cpu", "reference")  # whatever its PREFERENCE
     assert "squarecast" not in sys.modules
     monkeypatch.setenv("ZEROCAST_BACKEND", "borrowed")
     master = torch.randn(64 * 64)
     found = []
-    for backend in ("reference", None):
+    for backend in ("reference", "shadow", None):
         weight = zerocast.QuantizedWeight.empty((64, 64), "nvfp4")
         plan = zerocast.CastPlan([weight], [master], [0], backend=backend)
         plan.cast()
         plan.post_all_gather()
         found.append([raw(buffer).tobytes() for buffer in weight.state.buffers.values() if buffer is not None])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert sys.modules["squarecast.borrowed"].casts == ["nvfp4"]  # type: ignore[attr-defined]
 
 
@@ -130,7 +148,7 @@ def test_a_name_of_two_packages_is_refused(
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="unknown format 'fp8_squar'; did you mean 'fp8_square'"):
         zerocast.get_format("fp8_squar")
-    with pytest.raises(ValueError, match=r"unknown backend 'none'; known: cpu, .*, borrowed"):
+    with pytest.raises(ValueError, match=r"unknown backend 'none'; known: cpu, .*, borrowed, .*shadow"):
         backends.load("none")
     with pytest.raises(ImportError, match="cannot import name 'none'"):
         from zerocast.integrations import none  # type: ignore[attr-defined]  # noqa: F401
