@@ -1,6 +1,5 @@
 """Checkpoints in stores that fsspec opens by a URL: memory, and a store without renames that goes away at any change."""
 
-import functools
 import json
 import shutil
 import sys
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zerocast
 from tests.checkpoint import plain_store
+from tests.checkpoint.crash.saves import Folder
 from tests.checkpoint.plain_store import PlainStore, going_away
 from tests.serve.test_export import read as read_export
 from tests.workers import Ranks, error_of, on_ranks
@@ -137,82 +137,62 @@ def test_other_numbers_of_ranks_load(ranks: Ranks, tmp_path: Path) -> None:
     assert found[0] and found[0] == found[1] == found[2]
 
 
-# What is there before a save, as (step, how often it was trained), and the save.
-SAVES: dict[str, tuple[list[tuple[int, int]], tuple[int, int]]] = {
-    "the first": ([], (1, 1)),
-    "the next, the one before goes": ([(1, 1), (2, 2)], (3, 3)),
-    "in place of itself": ([(1, 1)], (1, 2)),
-    "in place of itself again": ([(1, 1), (1, 2)], (1, 3)),
-    "in place of itself, beside others": ([(1, 1), (2, 2)], (2, 3)),
+class Stored(Folder):
+    """Checkpoints in a store, saved as another process would, which knows nothing of this one's runs."""
+
+    def _checkpoints(self, root: Path, asynchronous: bool = False) -> Checkpoints:
+        Runs._of_folders.clear()
+        return Checkpoints(URL, self.keep)
+
+    def _check_names(self, root: Path, kept: list[int]) -> None:
+        """One that was replaced may have its second name."""
+        folders = [path for path in (root / "runs" / "one").iterdir() if any(path.iterdir())]
+        assert len(folders) == len(kept), folders
+
+
+STORED = {
+    "the first": Stored((), (1, 1), 2),
+    "the next, the one before goes": Stored(((1, 1), (2, 2)), (3, 3), 2),
+    "in place of itself": Stored(((1, 1),), (1, 2), 2),
+    "in place of itself again": Stored(((1, 1), (1, 2)), (1, 3), 2),
+    "in place of itself, beside others": Stored(((1, 1), (2, 2)), (2, 3), 2),
 }
-
-
-def saving(save: tuple[int, int]) -> None:
-    """Save as another process would, which knows nothing of this one's runs."""
-    Runs._of_folders.clear()
-    Checkpoints(URL, keep=2).save(Training().train(save[1]).optimizer, save[0])
-
-
-@functools.cache
-def value_after(steps: int) -> list[bytes]:
-    return Training().train(steps).value()
-
-
-def check_left(before: list[tuple[int, int]], save: tuple[int, int], where: str) -> str:
-    """What is left is the checkpoints of before, or with the new one; the next save works. Which one it was."""
-    Runs._of_folders.clear()
-    reader, checkpoints = Training(), Checkpoints(URL, keep=2)
-    steps = checkpoints.steps()
-    assert steps or not before, f"{where}: no checkpoint is left"
-    kinds = []
-    for step in reversed(steps):
-        assert checkpoints.load(reader.optimizer, None if step == steps[-1] else step) == step, where
-        latest = [trained for number, trained in before if number == step][-1:]
-        allowed = [*latest, *([save[1]] if step == save[0] else [])]
-        kinds += [trained for trained in allowed if reader.value() == value_after(trained)][-1:] or ["wrong"]
-    assert "wrong" not in kinds, f"{where}: {kinds}"
-    went_on = Training()
-    if steps:
-        checkpoints.load(went_on.optimizer)
-    checkpoints.save(went_on.optimizer, 9)
-    assert Checkpoints(URL).load(Training().optimizer) == 9 and len(checkpoints.steps()) <= 2, where
-    folders = {path.name for path in (PlainStore.root / "runs" / "one").iterdir() if any(path.iterdir())}
-    assert len(folders) == len(checkpoints.steps()), f"{where}: {folders} are left"
-    return "new" if save[1] in kinds else "old"
+FAST = ("the next, the one before goes", "in place of itself, beside others")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if "others" in name or "goes" in name else pytest.param(name, marks=pytest.mark.slow) for name in SAVES],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STORED]
 )
 def test_the_store_goes_away_at_any_change(tmp_path: Path, name: str) -> None:
-    before, save = SAVES[name]
-    plain_store.register(tmp_path / "before")
-    for each in before:
-        saving(each)
-    plain_store.register(tmp_path / "whole")
-    shutil.copytree(tmp_path / "before", tmp_path / "whole", dirs_exist_ok=True) if before else None
-    with going_away(None, False):
-        saving(save)
-        changes = list(PlainStore.changes)
-    left = []
-    for after in range(len(changes)):
-        # Nothing can be half deleted.
-        for leaves_half in (False, True) if changes[after].startswith("write") else (False,):
-            root = tmp_path / f"{after}_{leaves_half}"
-            root.mkdir()
-            shutil.copytree(tmp_path / "before", root, dirs_exist_ok=True) if before else None
-            plain_store.register(root)
-            with going_away(after, leaves_half):
-                said = error_of(lambda: saving(save))
-            kind = check_left(before, save, f"{after} of {changes}, {'half' if leaves_half else 'whole'}")
-            left.append((after, kind))
-            if "delete .zerocast-writer" not in changes[:after]:
-                assert "was not written" in said and "the store is gone" in said, said
+    """The checkpoints of before are left, or those with the new one once its marker is gone; the next saves work."""
+    case, before = STORED[name], tmp_path / "before"
+    before.mkdir()
+    plain_store.register(before)
+    case.prepare(before)
+
+    def interrupted(root: Path, after: int | None, leaves_half: bool) -> str:
+        shutil.copytree(before, root)
+        plain_store.register(root)
+        with going_away(after, leaves_half):
+            return error_of(lambda: case.save(root, str))
+
+    assert interrupted(tmp_path / "whole", None, False) == ""
+    changes = list(PlainStore.changes)
     whole = changes.index("delete .zerocast-writer")
     assert changes[whole - 1] == "write manifest.json"
-    assert {kind for after, kind in left if after <= whole} == {"old"}
-    assert {kind for after, kind in left if after > whole} <= {"new"}
+    for after, change in enumerate(changes):
+        # Nothing can be half deleted.
+        for leaves_half in (False, True) if change.startswith("write") else (False,):
+            root = tmp_path / f"{after}_{leaves_half}"
+            said = interrupted(root, after, leaves_half)
+            try:
+                if after <= whole:
+                    assert "was not written" in said and "the store is gone" in said
+                case.check(root, after > whole)
+                case.goes_on(root)
+            except Exception as error:
+                where = f"{after} of {changes}, {'half' if leaves_half else 'whole'}"
+                raise AssertionError(f"{where}: {error!r}; it said {said}") from error
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:

@@ -130,6 +130,9 @@ class Folder:
             assert value(reader) == _expected(self.make, steps)
         kept = checkpoints.steps()
         assert len(kept) <= self.keep
+        self._check_names(root, kept)
+
+    def _check_names(self, root: Path, kept: list[int]) -> None:
         assert names(root / self.place) == [f"step_{step:08d}" for step in kept]
 
     def _checkpoints(self, root: Path, asynchronous: bool = False) -> Checkpoints:
