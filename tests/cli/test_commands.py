@@ -1,6 +1,5 @@
 """What all commands have in common: help with an example and the exit status, JSON, an error for what is no command."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,6 @@ def test_all_are_listed(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert [command for command in COMMANDS if command not in text] == []
-
-
-def test_bench_prints_json(capsys: Any, tmp_path: Path) -> None:
-    options = [
-        *["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--out"],
-        str(tmp_path),
-        "--only",
-        "A cast nvfp4",
-    ]
-    assert main([*options, "--json"]) == 0
-    (written,) = tmp_path.glob("*.json")
-    assert json.loads(capsys.readouterr().out) == json.loads(written.read_text())
 
 
 def test_every_row_of_the_bench_is_explained_in_100_columns() -> None:

@@ -6,27 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import zerocast
 from tests.serve.models import logits, made, quantized, read
+from tests.serve.test_export import read as read_tensors
+from tests.serve.test_live import assert_same
 from zerocast import Recipe, optim
 from zerocast.cli import main
 from zerocast.export import export_hf
 
 
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
 def check_same(one: Path, other: Path) -> None:
-    found, wanted = written(one), written(other)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float()), name
+    assert_same(read_tensors(one), read_tensors(other))
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
     assert ours["quantization_config"] == theirs["quantization_config"]
 

@@ -13,7 +13,7 @@ import zerocast
 from tests.checkpoint.sources.source_files import KINDS, values
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
-from tests.serve.test_export import compressed, compressed_int4, compressed_mx, deepseek, modelopt
+from tests.serve.test_export import compressed, deepseek
 from zerocast import QuantizedWeight, optim
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.source import Span, read_span
@@ -71,9 +71,6 @@ def test_masters_of_either_dtype(capsys: Any, tmp_path: Path, dtype: str) -> Non
 
 NAMINGS = [
     ("compressed-tensors", "nvfp4", compressed),
-    ("compressed-tensors", "mxfp4", compressed_mx),
-    ("compressed-tensors", "int4", compressed_int4),
-    ("modelopt", "nvfp4", modelopt),
     ("deepseek", "fp8_block", deepseek),
 ]
 

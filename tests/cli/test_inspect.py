@@ -185,13 +185,6 @@ def test_options_that_cannot_be_met(capsys: Any, tmp_path: Path, arguments: list
     assert message in capsys.readouterr().err
 
 
-def test_weights_are_listed_in_the_order_of_the_model(capsys: Any, tmp_path: Path) -> None:
-    """Files are sorted by letter; blocks are counted."""
-    model = ["embed_tokens", "layers.0.up", "layers.2.down", "layers.2.up", "layers.10.up", "lm_head", "norm"]
-    save_file({name: torch.ones(2, 2) for name in model}, tmp_path / "m.safetensors")
-    assert [one["name"] for one in report(capsys, tmp_path / "m.safetensors")["weights"]] == model
-
-
 def test_a_folder_of_checkpoints_offers_its_steps(capsys: Any, tmp_path: Path) -> None:
     optimizer = Trainer(Run(MIXED[:2])).optimizer
     for step in (9, 10):

@@ -167,29 +167,6 @@ def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
         assert torch.equal(found["up.weight"].view(torch.uint8), codes)
 
 
-def test_values_of_exact_scales(tmp_path):
-    """ModelOpt multiplies the scale of a block by `weight_scale_2`, which is the tensor scale: equal in f32. compressed-tensors
-    divides it by 2688 / amax, which is rounded: within 2 units of the last place. Codes and scale bytes are equal.
-    The operand of our own products has the decoded values.
-    """
-    source = model("nvfp4:exact_in_fp8")
-    weight = source.get_parameter("up.weight")
-    values = weight.read(columnwise=False, dtype=torch.float32)
-    for naming, decode in (("modelopt", modelopt), ("compressed-tensors", compressed)):
-        export_safetensors(source, tmp_path / naming, naming)
-        found = read(tmp_path / naming)
-        decoded = decode(found, "up.weight", weight.shape)
-        if naming == "modelopt":
-            operand, scale_inv = weight.upcast(columnwise=False)
-            assert torch.equal(decoded, values)
-            assert torch.equal(decoded, operand.view(torch.float8_e4m3fn).float() * scale_inv)
-        assert ((decoded - values).abs() <= 2 * 2.0**-23 * values.abs()).all()
-        codes = found["up.weight" if naming == "modelopt" else "up.weight_packed"]
-        assert torch.equal(codes, weight.rowwise_data)
-        scales = found["up.weight_scale"].view(torch.uint8)
-        assert torch.equal(scales, weight.rowwise_scale_inv[: weight.shape[0], : weight.shape[1] // 16])
-
-
 @pytest.mark.parametrize(
     ("naming", "fmt", "message"),
     [

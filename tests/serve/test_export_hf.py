@@ -189,13 +189,10 @@ def test_what_readers_would_misread_is_refused(tmp_path: Path, case: str) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_other_modules_need_a_config(tmp_path: Path) -> None:
+def test_models_of_others(tmp_path: Path) -> None:
+    """One without a config, one that transformers does not know, one without a causal model, and code that it would have to run."""
     with pytest.raises(TypeError, match="export_hf expects a model of transformers, got Linear: pass the config"):
         export_hf(nn.Linear(4, 4), tmp_path / "out", "bf16")
-
-
-def test_unknown_families(tmp_path: Path) -> None:
-    """A model that transformers does not know, one without a causal model, and code that it would have to run."""
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}')
     with pytest.raises(ValueError, match=r"unheard_of|trust_remote_code"):
         export_hf(Fused(), tmp_path / "out", "bf16", config=tmp_path)

@@ -92,17 +92,18 @@ def test_cuda_ipc(gpu_ranks: Any, fmt: str, naming: str) -> None:
     gpu_ranks(2)(by_handles, fmt, naming)
 
 
-def on_a_gpu(fmt: str, naming: str) -> None:
-    """What ranks find over NCCL is what the live bytes are."""
+def on_a_gpu(fmt: str, naming: str, is_captured: bool = False) -> None:
+    """What is sent, on ranks over NCCL, is what the live bytes are; a delta finds what captured steps have changed."""
     device = torch.device("cuda", torch.cuda.current_device())
     source = model(fmt).to(device)
-    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-4)
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3)
+    take_step = optimizer.capture() if is_captured else optimizer.step
     sender = Sender(source, naming, bucket_bytes=30_000)
     receiver = Receiver(device=device)
-    for number in range(3):
+    for number in range(4):
         for _ in range(number):
             random_gradients(source, device)
-            optimizer.step()
+            take_step()
         for message in sender.named_deltas(number) if number else sender.named_tensors():
             receiver.accept(message.header, message.tensors)
         assert_same(dict(receiver.tensors), collected(source, naming))
@@ -119,16 +120,4 @@ def test_deltas_over_nccl(gpu_ranks: Any, fmt: str, naming: str) -> None:
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4", "nvfp4", "fp8_current"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_changes_of_captured_steps(fmt: str) -> None:
-    """A delta finds what captured steps have changed."""
-    device, naming = torch.device("cuda"), "bf16"
-    source = model(fmt).to(device)
-    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3)
-    captured = optimizer.capture()
-    sender, receiver = Sender(source, naming, bucket_bytes=30_000), Receiver(device=device)
-    for number in range(4):
-        for _ in range(number):
-            random_gradients(source, device)
-            captured()
-        for message in sender.named_deltas(number) if number else sender.named_tensors():
-            receiver.accept(message.header, message.tensors)
-        assert_same(dict(receiver.tensors), collected(source, naming))
+    on_a_gpu(fmt, "bf16", is_captured=True)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import zerocast
 from examples.rollout.transport import receive, send
-from tests.dispatched import Dispatched
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
 from tests.optim.traffic import recorded
@@ -150,41 +149,6 @@ def test_deltas_under_fsdp2() -> None:
         optimizer.zero_grad()
         assert deliver(sender.named_deltas(receiver.refit), receiver) > 0
         assert_same(dict(receiver.tensors), collected(sharded, "modelopt"))
-
-
-# Beside views they launch nothing on a GPU.
-VIEWS = {"alias", "detach", "empty", "empty_like", "expand", "lift_fresh", "select", "slice", "split_with_sizes"}
-
-
-def calls_of_a_delta(fmt: str, naming: str, weights: int) -> Counter[str]:
-    """Of one bucket, at both ends."""
-    masters = [torch.randn(64 * 256) for _ in range(weights)]
-    made = [zerocast.QuantizedWeight.empty((64, 256), fmt) for _ in masters]
-    plan = zerocast.CastPlan(made, masters, [0] * weights, names=[f"{i}.weight" for i in range(weights)])
-    plan.cast()
-    plan.post_all_gather()
-    sender, receiver = Sender(plan, naming, allow_unequal_scales=True), Receiver()
-    deliver(sender.named_tensors(), receiver)
-    for master in masters:
-        master[:64].neg_()
-    plan.cast()
-    plan.post_all_gather()
-    with Dispatched() as calls:
-        assert deliver(sender.named_deltas(1), receiver) > 0
-    return Counter(
-        name for name in (n.removeprefix("aten::") for n in calls.names) if "view" not in name and name not in VIEWS
-    )
-
-
-@pytest.mark.parametrize(
-    ("naming", "fmt", "most"), [("deepseek", "fp8_block", 2), ("modelopt", "nvfp4", 6), ("bf16", "identity", 2)]
-)
-def test_the_calls_of_a_delta(naming: str, fmt: str, most: int) -> None:
-    """A weight costs the write of its changes and the making of its scales; the host waits as often for one as for many."""
-    few, many = (calls_of_a_delta(fmt, naming, weights) for weights in (4, 12))
-    waits = [sum(calls[name] for name in ("_local_scalar_dense", "nonzero")) for calls in (few, many)]
-    assert waits[0] == waits[1] <= 5
-    assert many.total() - few.total() <= 8 * most and few.total() <= 4 * most + 66
 
 
 def missed(run: Run) -> None:
