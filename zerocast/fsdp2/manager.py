@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from zerocast.cast.host import Driver
 from zerocast.cast.switch import SwitchPart
 from zerocast.formats import FormatSpec
-from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.plan import ShardPlan
-from zerocast.fsdp2.weight import LOAD, FSDPWeight, Presentation
+from zerocast.fsdp2.weight import LOAD, FSDPWeight
 from zerocast.optim.untrained_checks import COMPARED_AFTER
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity, changed_together
@@ -82,14 +81,6 @@ class CastManager(Driver[ShardPlan]):
     def __deepcopy__(self, memo: Any) -> "CastManager":
         """Return itself: copies of a shard are states of the same model."""
         return self
-
-    def add_weight(
-        self, name: str, fmt: FormatSpec, shared_amax: SharedAmax | None, presentation: Presentation
-    ) -> FSDPWeight:
-        """Make a prepared weight of this model and add it to the plan."""
-        weight = FSDPWeight(name, fmt, self, shared_amax, presentation)
-        self.plan.add(weight)
-        return weight
 
     @property
     def weights(self) -> list[FSDPWeight]:

@@ -169,12 +169,13 @@ def prepare(
     plain = [name for name, parameter in weights.items() if parameter not in chosen]
     sizes = {weight.name: _local(parameter).numel() for parameter, weight in chosen.items()}
     manager = CastManager(model, weight_mesh, keep_codes, plain, sizes)
-    prepared = {
-        parameter: manager.add_weight(weight.name, weight.format, shared.get(weight.name), weight.presentation)
-        for parameter, weight in chosen.items()
-    }
-    for weight in prepared.values():
+    prepared: dict[Tensor, FSDPWeight] = {}
+    for parameter, of_parameter in chosen.items():
+        name = of_parameter.name
+        weight = FSDPWeight(name, of_parameter.format, manager, shared.get(name), of_parameter.presentation)
         weight.fp8_weight_gradients = recipe.fast
+        manager.plan.add(weight)
+        prepared[parameter] = weight
     _replace(model, prepared)
     for of_parameter in chosen.values():
         for module, own_name in of_parameter.seen_as:
@@ -382,7 +383,7 @@ def _wrap(parameter: Tensor, weight: FSDPWeight) -> nn.Parameter:
 class PickledHook:
     """The hook of a module that was pickled. It warns once that the parameters are plain now."""
 
-    def __init__(self, warns: bool = False) -> None:
+    def __init__(self, warns: bool) -> None:
         self._warns = warns
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
