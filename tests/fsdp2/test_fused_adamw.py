@@ -1,5 +1,6 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ from tests.workers import Ranks, error_of, on_ranks
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 
-WIDTH, HIDDEN, STEPS = 64, 96, 3
+WIDTH, HIDDEN = 64, 96
+STEPS, SAVED = 4, 2
 
 
 def gradient(name: str, shape: Any, step: int) -> Tensor:
@@ -37,13 +39,14 @@ def put_gradients(model: nn.Module, step: int) -> None:
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def by_zero(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
-    """A ZeroAdamW on one process, saved before its last step; its state and bytes after that."""
+def by_zero(path: str, moment_dtype: Any) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
+    """A ZeroAdamW on one process, saved before its last two steps; its state and bytes after them."""
     model = Net(FORMATS, WIDTH, HIDDEN)
     zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
-    optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM)
+    config = zerocast.ZeroConfig(moment_dtype=moment_dtype)
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM, config=config)
     for step in range(STEPS):
-        if step == STEPS - 1:
+        if step == SAVED:
             zerocast.optim.save(optimizer, path)
         for name, parameter in model.named_parameters():
             parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
@@ -52,25 +55,27 @@ def by_zero(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
     return digests(optimizer.state_dict()), {name: models.bytes_of(weight) for name, weight in weights.items()}
 
 
-def by_fsdp2(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
-    """The last step under FSDP2, from the same checkpoint, read by the reader that runs no code."""
-    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN))
-    optimizer = FusedAdamW(model.parameters(), lr=1.0)
+def by_fsdp2(path: str, moment_dtype: Any, shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
+    """The last steps under FSDP2, on a mesh of this shape, from the same checkpoint, read by the reader that runs no code."""
+    mesh = models.mesh(shape, ("replicate", "shard")[-len(shape) :])
+    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), mesh=mesh)
+    optimizer = FusedAdamW(model.named_parameters(), lr=1.0, moment_dtype=moment_dtype)
     state = TrainingState(model, optimizer)
     checkpoint.load(state, path)
-    put_gradients(model, STEPS - 1)
-    optimizer.step()
-    gathered = {name: models.bytes_of(weight) for name, weight in models.unsharded(model)}
+    for step in range(SAVED, STEPS):
+        fused_step(model, optimizer, step)
+        gathered = {name: models.bytes_of(weight) for name, weight in models.unsharded(model)}
     return digests(state.state_dict()), gathered
 
 
-@pytest.mark.parametrize("world", [models.slow(1), 3])
-def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -> None:
-    """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state,
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@pytest.mark.parametrize("shape", [models.slow((1,)), (3,), models.slow((2, 2))], ids=str)
+def test_steps_from_one_checkpoint(ranks: Ranks, tmp_path: Any, shape: tuple[int, ...], moment_dtype: Any) -> None:
+    """ZeroAdamW and FSDP2, the same injected gradients: equal masters, moments, delayed state,
     hyperparameters and bytes.
     """
-    ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"))
-    for found, gathered in ranks(world)(by_fsdp2, str(tmp_path / "it")):
+    ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"), moment_dtype)
+    for found, gathered in ranks(math.prod(shape))(by_fsdp2, str(tmp_path / "it"), moment_dtype, shape):
         assert found == state
         for name, held in gathered.items():
             casts.assert_same_bytes(held, {key: weights[name][key] for key in held}, name)

@@ -215,13 +215,6 @@ def by_state(source: Training, target: Training) -> None:
     target.optimizer.load_state_dict(given(source.optimizer.state_dict(), target))
 
 
-def by_torch_save(source: Training, target: Training) -> None:
-    with tempfile.TemporaryFile() as file:
-        torch.save(source.optimizer.state_dict(), file)
-        file.seek(0)
-        target.optimizer.load_state_dict(torch.load(file, weights_only=False))
-
-
 def by_torchs_getter(source: Training, target: Training) -> None:
     state = get_optimizer_state_dict(source.net, source.optimizer)
     set_optimizer_state_dict(target.net, target.optimizer, given(state, target))
@@ -252,7 +245,7 @@ def by_live_names(source: Training, target: Training) -> None:
     target.optimizer.load_state_dict(given({**saved, "state": state}, target))
 
 
-ROUTES = (by_state, by_torch_save, by_torchs_getter, by_dcp, by_training_state, by_live_names)
+ROUTES = (by_state, by_torchs_getter, by_dcp, by_training_state, by_live_names)
 
 
 def numbers(training: Training) -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import zerocast
-from tests.fsdp2 import models
+from tests.fsdp2 import models, test_loops
 from tests.fsdp2.test_freshness import ONE_RANK
 from tests.workers import on_ranks
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -60,17 +60,8 @@ def test_a_change_of_what_is_left_gathered(name: str, writers: tuple[int, ...]) 
         assert said[1] == "nothing"
 
 
-class Rooted(nn.Module):
-    """A prepared weight in the root module, which `loss` gathers before the hooks of the model run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(64, 64)])
-        self.head = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run both layers in order."""
-        return self.head(self.blocks[0](x))  # type: ignore[no-any-return]
+class Rooted(test_loops.Rooted):
+    """With a method that gathers the weights of the root module before the hooks of the model run."""
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """The mean square of outputs."""
@@ -80,7 +71,7 @@ class Rooted(nn.Module):
 @on_ranks(2)
 def test_nobody_asks_while_it_trains() -> None:
     """Weights that are gathered again are not left from an earlier pass."""
-    model = models.sharded(Rooted(), {"*weight": "nvfp4"})
+    model = models.sharded(Rooted())
     register_fsdp_forward_method(model, "loss")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.object(GatherStatus, "exchange", side_effect=AssertionError("asked")):

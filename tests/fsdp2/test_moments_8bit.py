@@ -1,6 +1,5 @@
-"""FusedAdamW with moments in 8 bits: the bits of ZeroAdamW on any mesh, and states that any number of ranks goes on from."""
+"""FusedAdamW with moments in 8 bits: its launches, and states that go on. The bits of ZeroAdamW: test_fused_adamw.py."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-import zerocast
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net, digests
-from tests.fsdp2.test_fused_adamw import gradient, put_gradients
+from tests.fsdp2.test_fused_adamw import put_gradients
 from tests.optim.runs import ADAM
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 
@@ -49,36 +47,6 @@ def state_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, str]:
     """The digests of masters, moments and step counts."""
     state = TrainingState(model, optimizer).state_dict()
     return digests({"model": state["model"], "optim": state["optim"]})
-
-
-def by_zero(width: int) -> dict[str, str]:
-    """A ZeroAdamW on one process."""
-    model = Net(FORMATS, width, HIDDEN)
-    zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
-    config = zerocast.ZeroConfig(moment_dtype="8bit")
-    optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM, config=config)
-    for step in range(4):
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
-        optimizer.step()
-    state = optimizer.state_dict()
-    return digests({"model": state["model"], "optim": state["optim"]})
-
-
-def by_fsdp2(width: int, shape: tuple[int, ...]) -> dict[str, str]:
-    """On a mesh of this shape, of replicas if it has two dimensions."""
-    mesh = models.mesh(shape, ("replicate", "shard")[-len(shape) :])
-    model = models.sharded(Net(FORMATS, width, HIDDEN), mesh=mesh)
-    found = train(model, fused(model), range(4))
-    models.check(model, "after four steps")
-    return found
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), models.slow((2, 2))], ids=str)
-def test_the_bits_of_zero_adamw(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    (expected,) = ranks(1)(by_zero, 64)
-    world = math.prod(shape)
-    assert ranks(world)(by_fsdp2, 64, shape) == [expected] * world
 
 
 def launches(moment_dtype: Any) -> Counter[str]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,13 +29,3 @@ class Traffic(TorchDispatchMode):
             put_in = tensors[0] if NAMES[name] == "all-reduce" else tensors[-1]
             self.sent[NAMES[name]].append(put_in.numel() * put_in.element_size())
         return func(*args, **(kwargs or {}))
-
-
-def of_step(model: Any, optimizer: Any, x: Tensor) -> dict[str, list[int]]:
-    """A step and the forward pass after it, without gradients; the optimizer moves all masters."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    with Traffic() as traffic, torch.no_grad():
-        model(x)
-    return traffic.sent

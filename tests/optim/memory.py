@@ -41,11 +41,10 @@ def settled_bytes(known: frozenset[int]) -> int:
 
 @dataclass(frozen=True)
 class Allocations:
-    """What was allocated: the single sizes, the highest level above the start, and what is left of it."""
+    """What was allocated: the single sizes, and the highest level above the start."""
 
     sizes: list[int]
     peak: int
-    left: int
 
 
 class NewStorages(TorchDispatchMode):
@@ -75,4 +74,4 @@ def allocations(work: Callable[[], object]) -> Allocations:
         peak = max(peak, level)
         if event.nbytes() > 0:
             sizes.append(event.nbytes())
-    return Allocations(sizes, peak, level)
+    return Allocations(sizes, peak)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.dispatched import Dispatched
-from tests.observed import same_on_all
 from tests.optim.probe import FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
@@ -107,16 +106,6 @@ def test_accumulation_waits_for_no_answer():
 
 
 @on_ranks(2)
-def test_unused_parameters_change_no_collective():
-    """Of a step in which each rank leaves out other parameters."""
-    specs = tuple(Spec(f"w{i}", (32, 64), "nvfp4", used="by turns" if i % 2 else "rank 0") for i in range(6))
-    trainer = Trainer(Run(specs, options=(ADAM,), config=ZeroConfig(bucket_size=1)))
-    with recorded() as log:
-        trainer.step(0)
-    assert Counter(kind for kind, _ in same_on_all(log)) == {"all-reduce": 2, "all-gather": 6, "reduce-scatter": 6}
-
-
-@on_ranks(2)
 def test_plain_parameters_are_gathered_first():
     """The step waits for them, and must not wait for the quantized weights between them as well."""
     shapes = {"embedding": 16, "w0": 32, "norm": 48, "w1": 64, "head": 80}
@@ -127,19 +116,6 @@ def test_plain_parameters_are_gathered_first():
         trainer.step(0)
     gathered = [nbytes // 16 for kind, nbytes in log if kind == "all-gather"]
     assert gathered == [2 * 16, 2 * 48, 2 * 80, 32, 64]
-
-
-@on_ranks(2)
-def test_construction():
-    Group.of(None).cpu_twin()  # made once, by whoever asks first
-    with recorded() as log:
-        Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig()))
-    calls = dict(Counter(kind for kind, _ in log))
-    assert calls["broadcast"] == 5 + 1, "one a bucket, and the delayed scales with their histories"
-    assert calls["all-reduce"] == 1 + 3 + 3, (
-        "a cast; what ranks must have alike, frozen values among it; the same of the plan, and who owns what"
-    )
-    assert calls["all-gather"] == 5 + 1
 
 
 @on_ranks(2)

@@ -1,4 +1,7 @@
-"""mxfp8 whose scales are gathered with its codes: the bits of the undistributed cast on any ranks, and a small all-reduce."""
+"""mxfp8 whose scales are gathered with its codes: the bits of the undistributed cast on any ranks.
+
+What is reduced and gathered for them is asked in `tests/cli/test_plan.py`.
+"""
 
 import functools
 from typing import Any
@@ -9,7 +12,6 @@ import torch.distributed as dist
 
 from tests.optim.probe import FP16, FP32, Spec
 from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
-from tests.optim.traffic import recorded
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroConfig, verify
@@ -42,23 +44,6 @@ RUNS = {
 @on_ranks(*worlds(0, 3, slow=(1, 2, 4, 5)))
 def test_bits_of_the_undistributed_update(run: Run) -> None:
     check(run)
-
-
-@on_ranks(3)
-def test_what_is_reduced_and_gathered() -> None:
-    """Of 256 x 384 over three ranks: two cuts, in block rows of their own, each with a columnwise amax a column."""
-    run = Run(specs=(Spec("w", (256, 384), "mxfp8"),), options=(ADAM,), config=ZeroConfig())
-    numel = 256 * 384
-    trainer = Trainer(run)
-    for number in range(2):  # before the second step ranks compare what is not trained
-        trainer.step(number)
-    with recorded() as log:
-        trainer.step(2)
-    traffic = [(kind, nbytes) for kind, nbytes in log if kind in ("all-reduce", "all-gather")]
-    (norm, amaxes), gathers = [n for kind, n in traffic if kind == "all-reduce"], traffic[-4:]
-    flags_and_calls = 1 + 2  # whether masters are finite, and two numbers that compare the calls of ranks
-    assert (norm, amaxes) == (8, 2 * (2 * 384 + flags_and_calls)), "bf16"
-    assert gathers == [("all-gather", n) for n in (numel, numel, numel // 32, numel // 32)]
 
 
 @on_ranks(2)

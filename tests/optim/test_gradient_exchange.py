@@ -3,7 +3,6 @@
 That the update has the bits of one process is asked in `test_muon.py`, what a plan counts in `tests/cli/test_plan.py`.
 """
 
-import dataclasses
 import gc
 import math
 from collections.abc import Callable
@@ -13,20 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerocast
-from tests import casts
 from tests.distributed.simulated import Simulated, simulate
 from tests.hosts.stopping import FAULTS, Place, check
 from tests.optim.memory import live_bytes, settled_bytes
-from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import DETERMINISTIC, Run, Trainer, snapshot
-from tests.optim.runs import check as check_bits
-from tests.optim.test_muon import OPTIONS, RUN
+from tests.optim.probe import BF16, FP32
+from tests.optim.runs import Trainer
+from tests.optim.test_muon import RUN
 from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import worlds
 from tests.workers import on_ranks
@@ -99,20 +95,6 @@ def test_every_owner_gets_its_matrices(
     """Any shapes, stacks, dtypes, of Muon or not, on any ranks, also more than there are matrices."""
     named = [(f"w{i}", torch.empty(shape, dtype=dtype), 0) for i, (shape, dtype, _) in enumerate(shapes)]
     exchanged(named, {f"w{i}": math.prod(s) for i, (s, _, muon) in enumerate(shapes) if muon}, limit, ranks)
-
-
-def test_gradients_of_adamw_lie_as_masters() -> None:
-    """Adam reads both at one place; Muon's come behind, in either layout."""
-    named = [(f"w{i}", torch.empty(16, 40 + i, dtype=(FP32, BF16)[i % 2]), 0) for i in range(9)]
-    layout = lay_out(named, 2000, 3, None, {f"w{i}": 1 for i in range(0, 9, 4)})
-    places = [
-        {slot.name: (bucket.start, bucket.shard_numel, slot.offset) for bucket in buckets for slot in bucket.slots}
-        for buckets in layout
-    ]
-    shared = {f"w{i}" for i in range(9) if i % 4}
-    assert {name: places[0][name] for name in shared} == {name: places[1][name] for name in shared}
-    cut = max(start + numel for start, numel, _ in (places[0][name] for name in shared))
-    assert all(place[name][0] >= cut for place in places for name in places[0].keys() - shared)
 
 
 WIDTH, LAYERS = 96, 12
@@ -194,30 +176,3 @@ def test_a_rank_that_fails_alone_in_a_round(tmp_path: Path, when: str, fault: st
     """The others raise in time, and name the round."""
     said = check(tmp_path, "ZeroAdamW", "Muon", Place(EXCHANGE, "_exchange", when), fault, 2)
     assert any("gradients for the owners of matrices, round" in line for line in said) or fault == "SIGSTOP", said
-
-
-@on_ranks(*worlds(3, slow=(1, 2)))
-def test_gradients_between_backward_and_step() -> None:
-    """p.grad between a backward pass and a step is the even cut's: whole values, norms, changes in place, which the step takes."""
-    trainer, other = Trainer(RUN), Trainer(RUN)
-    for each in (trainer, other):
-        each.backward(0)
-    for spec in RUN.specs:
-        ours, theirs = (each.probe.get_parameter(spec.name).grad for each in (trainer, other))
-        mean = torch.as_tensor(RUN.rounds(spec, 0, dist.get_world_size())[0]).view(spec.shape)
-        assert torch.equal(ours.full_tensor(), mean), spec.name
-        ours.mul_(0.5)
-        theirs.copy_(0.5 * mean)
-    for each in (trainer, other):
-        each.optimizer.step()
-    casts.assert_same_bytes(snapshot(trainer), snapshot(other), "halved in place, or replaced by the half")
-
-
-@on_ranks(2)
-def test_stacks() -> None:
-    """Experts [e, m, n]: one parameter fills a bucket of gradients, and its owner gets them matrix by matrix."""
-    specs = (Spec("experts", (5, 24, 40)), Spec("one", (16, 32), "nvfp4"), Spec("norm", (37,), group=1))
-    config = dataclasses.replace(DETERMINISTIC, bucket_size=2000)
-    with sent_in_exchanges() as sent:
-        check_bits(Run(specs, steps=3, options=OPTIONS, optimizer=ZeroMuon, config=config))
-    assert len(sent) == 3 * 3, "five of 960 elements, two of them a round"

@@ -110,37 +110,6 @@ def test_backends(backend: str) -> None:
     check(dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend)))
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "culprit"),
-    [
-        ({"max_norm": 0.1}, "nv", 1),
-        ({"max_norm": 0.1, "config": EIGHT_BIT_MOMENTS}, "nv", 1),
-        pytest.param({}, "norm", 0, marks=pytest.mark.slow),
-    ],
-)
-@on_ranks(2)
-def test_skipped_steps(options: Any, name: str, culprit: int) -> None:
-    """A good step, a bad one, a good one."""
-    run = dataclasses.replace(SMALL, **options)
-    trainer = Compared(run)
-    for step in range(3):
-        gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in SMALL.specs}
-        if step == 1 and trainer.rank == culprit:
-            gradients[name] = torch.full_like(gradients[name], torch.nan)
-        before = snapshot(trainer)
-        trainer.probe.loss(gradients).backward()
-        if run.max_norm is not None:
-            trainer.optimizer.clip_grad_norm_(run.max_norm)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        if step == 1:
-            casts.assert_same_bytes(snapshot(trainer), before, f"rank {trainer.rank}")
-            trainer.reference.skipped += 1
-        else:
-            trainer.follow(step)
-    trainer.check("at the end")
-
-
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_norms_of_parameters() -> None:
     """Where Muon's parameters are complete first, lie last, and sums are the library's: each norm is that of its own gradient."""

@@ -1,5 +1,6 @@
 """A gradient that is not finite, on any rank: the step is skipped on all of them and nothing has changed."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from tests import casts
 from tests.observed import logged
-from tests.optim.probe import MIXED
 from tests.optim.runs import EIGHT_BIT_MOMENTS, OVERLAP, Compared, Run, Trainer, snapshot
+from tests.optim.test_muon import SMALL
 from tests.selection import some
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
@@ -24,14 +25,17 @@ RUNS = {
     "library order": (Run(config=LIBRARY_ORDER, max_norm=0.1), "block"),
     "fp8 wire": (Run(config=FP8_WIRE, max_norm=0.1), "nv"),
     "8-bit moments": (Run(config=EIGHT_BIT_MOMENTS, max_norm=0.1), "nv"),
+    "Muon": (dataclasses.replace(SMALL, max_norm=0.1), "nv"),
+    "Muon, not clipped": (SMALL, "norm"),
+    "Muon, 8-bit momentum": (dataclasses.replace(SMALL, max_norm=0.1, config=EIGHT_BIT_MOMENTS), "nv"),
 }
 
 
 def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -> None:
     """A backward pass in which one element of one gradient of one rank is `value`."""
-    gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in MIXED}
+    gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in trainer.run.specs}
     if trainer.rank == culprit:
-        (spec,) = (spec for spec in MIXED if spec.name == name)
+        (spec,) = (spec for spec in trainer.run.specs if spec.name == name)
         gradients[name] = torch.zeros(spec.shape, dtype=spec.dtype)
         gradients[name].view(-1)[-1] = value
     trainer.probe.loss(gradients).backward()
@@ -40,7 +44,9 @@ def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -
 @pytest.mark.parametrize(
     "value", [float("nan"), *(pytest.param(x, marks=pytest.mark.slow) for x in (float("inf"), -float("inf")))]
 )
-@pytest.mark.parametrize("case", some(RUNS, "clip", "stage 1", "fp8 wire", "8-bit moments"))
+@pytest.mark.parametrize(
+    "case", some(RUNS, "clip", "stage 1", "fp8 wire", "8-bit moments", "Muon", "Muon, 8-bit momentum")
+)
 @pytest.mark.notices(
     "a gradient is not finite on one rank",
     where="ZeroAdamW",

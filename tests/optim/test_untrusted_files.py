@@ -131,15 +131,6 @@ def test_nothing_runs(ranks, tmp_path, plant, cover):
     assert all(error.startswith(("UnpicklingError", "ValueError", "RuntimeError")) for error in errors), errors
 
 
-def test_the_trap_works(tmp_path):
-    """torch's own reader falls into it."""
-    saved(tmp_path / "checkpoint")
-    plant_metadata(tmp_path / "checkpoint", tmp_path / "trap")
-    with pytest.raises(AttributeError, match="storage_meta"):  # of the None that os.mkdir returned
-        dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
-    assert (tmp_path / "trap").exists()
-
-
 class AsPython311(pickle.Pickler):
     """Pickles members of an enumeration as Python 3.11.0 to 3.11.3 do."""
 

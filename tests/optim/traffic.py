@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,25 +26,21 @@ CALLS = {
 
 
 @contextlib.contextmanager
-def recorded(log: list[Any] | None = None) -> Iterator[list[Any]]:
-    """Within, every collective of torch.distributed is appended to the log as (kind, bytes of its first tensor)."""
-    log = [] if log is None else log
-    originals = {name: getattr(dist, name) for name in CALLS if hasattr(dist, name)}
+def recorded() -> Iterator[list[Any]]:
+    """Within, every collective of torch.distributed is appended to what this gives, as (kind, bytes of its first tensor)."""
+    log: list[Any] = []
 
-    def wrap(name: str) -> Any:
+    def logged(name: str) -> Any:
+        collective = getattr(dist, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             log.append((CALLS[name], args[0].nbytes if args and isinstance(args[0], Tensor) else 0))
-            return originals[name](*args, **kwargs)
+            return collective(*args, **kwargs)
 
         return call
 
-    try:
-        for name in originals:
-            setattr(dist, name, wrap(name))
+    with mock.patch.multiple(dist, **{name: logged(name) for name in CALLS if hasattr(dist, name)}):
         yield log
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 @contextlib.contextmanager
@@ -60,8 +57,5 @@ def sent_in_exchanges() -> Iterator[list[int]]:
             log.append((full.numel() - sent[dist.get_rank(group)]) * full.itemsize)
         return original(out, full, arriving, sent, group=group, **kwargs)
 
-    dist.all_to_all_single = call
-    try:
+    with mock.patch.object(dist, "all_to_all_single", call):
         yield log
-    finally:
-        dist.all_to_all_single = original
