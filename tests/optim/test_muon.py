@@ -1,7 +1,8 @@
 """ZeroMuon: torch.optim.Muon to the bit on any number of ranks, whole matrices dealt to ranks, and what it refuses.
 
 The reference is one process: torch.optim.Muon over FP32 masters, AdamW and casts as in `undistributed.py`. Resuming, faults in the
-middle of a step and `verify` are asked by tests/hosts, whose ZeroAdamW has the variant "Muon".
+middle of a step and `verify` are asked by tests/hosts, whose ZeroAdamW has the variant "Muon"; other numbers of ranks in
+`test_added_groups.py`, skipped steps in `test_skipped_steps.py`.
 """
 
 import dataclasses
@@ -20,7 +21,6 @@ from tests.optim.runs import (
     ADAM,
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
-    Compared,
     Run,
     Trainer,
     check,
@@ -28,7 +28,7 @@ from tests.optim.runs import (
     snapshot,
 )
 from tests.selection import some, worlds
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import lay_out
 from zerocast.distributed.lpt_assignment import newton_schulz_flops
@@ -126,37 +126,6 @@ def test_norms_of_parameters() -> None:
         for kind in (2.0, torch.inf):
             norm = torch.linalg.vector_norm(gradient.full_tensor(), kind)
             assert torch.allclose(torch.linalg.vector_norm(gradient, kind), norm, rtol=1e-5, atol=0)
-
-
-def saved(run: Run, path: str) -> None:
-    trainer = Trainer(run)
-    trainer.train(range(2))
-    save(trainer.optimizer, path)
-
-
-def resumed(run: Run, path: str, ranks: int) -> None:
-    """The state that so many ranks have saved is the reference's, and so is what follows on these."""
-    compared = Compared(run)
-    for step in range(2):
-        gradients = {spec.name: run.rounds(spec, step, ranks) for spec in run.specs}
-        compared.reference.step(gradients, run.options)
-    load(compared.optimizer, path)
-    compared.check("loaded")
-    compared.go_on(2)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(2, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((1, 4), (4, 2)))]
-)
-@pytest.mark.parametrize(
-    ("config", "saved_as"), [(DETERMINISTIC, "fp32"), (EIGHT_BIT_MOMENTS, "compact")], ids=["FP32", "8 bits"]
-)
-def test_other_numbers_of_ranks(
-    ranks: Ranks, tmp_path: Path, before: int, after: int, config: ZeroConfig, saved_as: Any
-) -> None:
-    path = str(tmp_path / "checkpoint")
-    ranks(before)(saved, dataclasses.replace(RUN, config=dataclasses.replace(config, state=saved_as)), path)
-    ranks(after)(resumed, dataclasses.replace(RUN, config=config), path, before)
 
 
 @on_ranks(*worlds(1, slow=(2,)))

@@ -87,9 +87,10 @@ def test_norms(stage, config):
     assert max(per_parameter) <= 1
 
 
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(*worlds(2, slow=(1, 3)))
-def test_clips_in_a_row(stage):
+def test_clips_in_a_row(stage, foreach):
     """Clips of both kinds one after the other and between backward passes: the differences from plain arithmetic on a twin."""
     found: dict[str, float] = {}
 
@@ -99,7 +100,8 @@ def test_clips_in_a_row(stage):
         value = full(trainer)
         for limit, stock in zip(limits, first, strict=True):
             parameters = list(trainer.probe.parameters())
-            norm = clip_grad_norm_(parameters, limit) if stock else trainer.optimizer.clip_grad_norm_(limit)
+            by_torch = functools.partial(clip_grad_norm_, parameters, foreach=foreach)
+            norm = (by_torch if stock else trainer.optimizer.clip_grad_norm_)(limit)
             found[f"{what}: norm"] = float((norm - value.norm()).abs() / value.norm())
             value = value * min(1.0, limit / (float(value.norm()) + 1e-6))
         if again:
