@@ -79,23 +79,8 @@ def quantize_master_weights(
         cached.remember(entries, *given)
 
 
-def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: GroupLike,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
-    manual_post_all_gather_processing: bool = False,
-) -> None:
-    """Call `quantize_master_weights`, of which this is the older name."""
-    quantize_master_weights(
-        model_weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
-        manual_post_all_gather_processing,
-    )
+cast_master_weights_to_fp8 = quantize_master_weights
+"""The older name of `quantize_master_weights`."""
 
 
 def release(model_weights: Sequence[Any]) -> None:

@@ -232,19 +232,6 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
         return [name for name in expected if not (expected[name] == found[name]).all()], back, left
 
 
-def finetuned(case: Case, with_state: bool) -> tuple[bool, dict[str, int]]:
-    """Masters from values that are loaded into the model, or of a state dict: whether they are those values; and stale bytes."""
-    with case.host():
-        run, _ = build_attached(case)
-        values = {name: torch.randn(p.shape).bfloat16() for name, p in run.ddp.module.named_parameters()}
-        run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
-        cast = {name: weight.dequantize() for name, weight in run.weights.items()}
-        run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
-        expected = values if with_state else {**values, **cast}
-        masters = run.masters()
-        return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()
-
-
 def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
     """Of the host's offload_to_cpu and restore_from_cpu between steps: what of an offloaded master's state is moved to the device,
     and how many tensors of the others' state are; stale bytes after the next step.

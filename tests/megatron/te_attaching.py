@@ -1,12 +1,10 @@
 """What `attach` does with TransformerEngine's tensors beyond their bytes, on the ranks of a pool."""
 
-import ast
 import contextlib
 import gc
 import importlib
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -85,22 +83,6 @@ def every_buffer(formats: str) -> tuple[bool, list[Any], list[Any]]:
                 wanted.append((name, 1, buffer, 1, at))
                 flat[at] ^= dist.get_rank() == 1
         return quiet.ok and verify(attached).ok, found, wanted
-
-
-def finetuned(formats: str) -> tuple[bool, dict[str, int]]:
-    """Masters from values that are loaded into the model: whether they are those values as cast, and stale bytes."""
-    with host(ALL_LAYERS):
-        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
-        values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
-        for value in values.values():
-            dist.broadcast(value, 0)
-        run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
-        expected = {**values, **{name: te.values(weight, columnwise=False) for name, weight in run.te_tensors.items()}}
-        assert not any(torch.equal(expected[name], values[name]) for name in run.te_tensors)
-        assert all(torch.equal(te.values(w, columnwise=True), expected[name]) for name, w in run.te_tensors.items())
-        run.optimizer.reload_model_params()
-        masters = run.masters()
-        return all(torch.equal(masters[name], expected[name].cpu().float()) for name in masters), run.stale_bytes()
 
 
 def partial() -> list[str]:
@@ -246,26 +228,18 @@ def recipes_by_megatron() -> list[tuple[str, list[bool]]]:
     """
     with host(ALL_LAYERS):
         fp8 = importlib.import_module(megatron_names.FP8)
-        with mock.patch.object(fp8, "get_fp8_recipe", fp8.get_fp8_recipe if fp8.HAVE_TE else _get_fp8_recipe(fp8)):
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+
+        def get_fp8_recipe(config: Any) -> Any:
+            """As Megatron defines it where it has found TransformerEngine."""
+            kind = {"mxfp8": recipes.MXFP8BlockScaling, "blockwise": recipes.Float8BlockScaling}[config.fp8_recipe]
+            return kind(fp8_format=recipes.Format.E4M3)
+
+        with mock.patch.object(fp8, "get_fp8_recipe", fp8.get_fp8_recipe if fp8.HAVE_TE else get_fp8_recipe):
             found = [_recipe(fp8, "mxfp8")]
             with integration.square_mxfp8():
                 found += [_recipe(fp8, "mxfp8"), _recipe(fp8, "blockwise")]
             return [*found, _recipe(fp8, "mxfp8")]
-
-
-def _get_fp8_recipe(fp8: Any) -> Any:
-    """Megatron's function as it defines it where it has found TransformerEngine."""
-    tree = ast.parse(Path(fp8.__file__).read_text())
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "get_fp8_recipe"]
-    theirs = types.SimpleNamespace(recipe=importlib.import_module("transformer_engine.common.recipe"))
-    known = {
-        **vars(fp8),
-        "transformer_engine": types.SimpleNamespace(common=theirs),
-        "is_te_min_version": lambda version: True,
-    }
-    longest = max(functions, key=lambda one: len(ast.unparse(one)))
-    exec(compile(ast.Module([longest], []), fp8.__file__, "exec"), known)
-    return known["get_fp8_recipe"]
 
 
 def _recipe(fp8: Any, name: str) -> tuple[str, list[bool]]:
@@ -279,21 +253,6 @@ def _recipe(fp8: Any, name: str) -> tuple[str, list[bool]]:
         )
         made += [getattr(one, "with_2d_quantization", False) for one in state.make_quantizers()]
     return type(recipe).__name__, made
-
-
-def computed_by_another_recipe(how: str) -> str:
-    """What a step says after a forward pass under a recipe of 1x32 blocks, which gives tiles another quantizer."""
-    with host(ALL_LAYERS):
-        run, _ = build_attached(Case("tiles", te=ALL_LAYERS))
-        run.step(0)
-        weight = run.te_tensors["layers.1.weight"]
-        if how == "replaced":
-            weight.update_quantizer(tensors.quantizer(get_format("mxfp8"), str(weight.device)))
-        else:
-            weight._quantizer.with_2d_quantization = False
-        run.ddp.start_grad_sync()
-        run.ddp.finish_grad_sync()
-        return error_of(run.optimizer.step)
 
 
 def of_a_kind(kind: str) -> str:
@@ -332,18 +291,20 @@ def grouped_in_a_model(fmt: str) -> str:
         return error_of(lambda: wrap(Case(te=ALL_LAYERS), configuration(), model))
 
 
-def changed_afterwards(what: str) -> str:
+def changed_afterwards(formats: str, change: str) -> str:
     """What a step says where TransformerEngine has changed a tensor since it was attached."""
     with host(ALL_LAYERS):
-        run, _ = build_attached(Case("fp8_current" if what == "format" else "nvfp4", te=ALL_LAYERS))
+        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
         run.step(0)
         weight = next(iter(run.te_tensors.values()))
-        if what == "format":
-            weight.update_quantizer(tensors.quantizer(get_format("fp8_delayed"), str(weight.device)))
-        elif what == "option":
+        if change == "option":
             weight._quantizer.stochastic_rounding = True
-        else:
+        elif change == "codes":
             weight._rowwise_data = None
+        elif change == "tiles":
+            weight._quantizer.with_2d_quantization = False
+        else:
+            weight.update_quantizer(tensors.quantizer(get_format(change), str(weight.device)))
         run.ddp.start_grad_sync()
         run.ddp.finish_grad_sync()
         return error_of(run.optimizer.step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import muon, offloading, test_delayed, test_metrics
+from tests.megatron import muon, offloading, test_delayed
 from tests.megatron.checkpoints import check, loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
@@ -122,17 +122,6 @@ def test_other_numbers_of_ranks(gpu_ranks: Ranks, tmp_path: Path, world: int) ->
     case = Case("mixed", overlap=True, experts=True)
     written = gpu_ranks(world)(saved, case, str(tmp_path), KINDS[0], timeout=SECONDS)[0]
     check(written, gpu_ranks(1)(loaded, case, str(tmp_path), KINDS[0], timeout=SECONDS))
-
-
-@pytest.mark.parametrize("world", [ONE, TWO])
-def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
-    plain = gpu_ranks(world)(test_metrics.steps, True, None, timeout=SECONDS)
-    for (losses, samples, amaxes), (expected, _, _) in zip(
-        gpu_ranks(world)(test_metrics.steps, True, 2, timeout=SECONDS), plain, strict=True
-    ):
-        assert losses == expected
-        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes
-        assert samples[-1].nbytes["weight_gather"] and samples[-1].milliseconds["forward and backward/all_gather"]
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])

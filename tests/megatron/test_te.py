@@ -1,13 +1,12 @@
 """attach() over models whose weights are TransformerEngine's tensors, by its own Python classes, on the CPU."""
 
 import re
-from typing import Any
 
 import pytest
 
 from tests.megatron import te, te_attaching
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, finetuned, train
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
@@ -42,7 +41,7 @@ def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
 
 @pytest.mark.parametrize("formats", SETS)
 def test_masters_of_a_finetuning_run(ranks: Ranks, formats: str) -> None:
-    assert ranks(2)(te_attaching.finetuned, formats) == [(True, {})] * 2
+    assert ranks(2)(finetuned, Case(formats, te=ALL_LAYERS)) == [(True, {})] * 2
 
 
 def test_detach_gives_the_host_back(ranks: Ranks) -> None:
@@ -50,31 +49,15 @@ def test_detach_gives_the_host_back(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "argument", "message"),
+    ("kind", "message"),
     [
-        (
-            te_attaching.of_a_kind,
-            "mxfp8",
-            "ValueError: layers.0.weight: a MXFP8Tensor of 1x32 blocks needs both directions gathered, .* inside square_mxfp8()",
-        ),
-        (
-            te_attaching.of_a_kind,
-            "hybrid",
-            "ValueError: layers.0.weight: a HybridQuantizedTensor has codes of two formats",
-        ),
-        (
-            te_attaching.changed_afterwards,
-            "format",
-            "RuntimeError: module.layers.[0-3].weight was attached as fp8_current",
-        ),
-        (te_attaching.changed_afterwards, "option", "ValueError: stochastic_rounding is True and False is needed"),
-        (te_attaching.changed_afterwards, "codes", "ValueError: it has no _rowwise_data: dropped"),
+        ("mxfp8", "a MXFP8Tensor of 1x32 blocks needs both directions gathered, .* inside square_mxfp8()"),
+        ("hybrid", "a HybridQuantizedTensor has codes of two formats"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_refused_with_the_reason(ranks: Ranks, case: Any, argument: str, message: str) -> None:
-    for said in ranks(2)(case, argument):
-        assert re.match(message, said), said
+def test_refused_with_the_reason(ranks: Ranks, kind: str, message: str) -> None:
+    for said in ranks(2)(te_attaching.of_a_kind, kind):
+        assert re.match(f"ValueError: layers.0.weight: {message}", said), said
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -104,17 +87,28 @@ def test_a_recipe_of_tiles(ranks: Ranks) -> None:
     assert ranks(1)(te_attaching.recipes_by_megatron) == [[blocks, tiles, ("Float8BlockScaling", [False] * 3), blocks]]
 
 
+AS_FP8 = "RuntimeError: module.layers.[0-3].weight was attached as fp8_current"
+AS_TILES = "RuntimeError: module.layers.[01].weight was attached as mxfp8:block=32x32 and has a quantizer of mxfp8 now"
+
+
 @pytest.mark.notices(
     "a forward pass under another recipe gives a tensor of TransformerEngine a quantizer of another format",
     where="Megatron",
     answer="the next step raises, and names both formats",
 )
-@pytest.mark.parametrize("how", ["replaced", "set"])
-def test_tiles_under_a_recipe_of_blocks(ranks: Ranks, how: str) -> None:
-    for said in ranks(2)(te_attaching.computed_by_another_recipe, how):
-        assert said.startswith(
-            "RuntimeError: module.layers.1.weight was attached as mxfp8:block=32x32 and has a quantizer of mxfp8 now"
-        )
+@pytest.mark.parametrize(
+    ("formats", "change", "message"),
+    [
+        ("fp8_current", "fp8_delayed", AS_FP8),
+        ("nvfp4", "option", "ValueError: stochastic_rounding is True and False is needed"),
+        ("nvfp4", "codes", "ValueError: it has no _rowwise_data: dropped"),
+        ("tiles", "mxfp8", AS_TILES),
+        ("tiles", "tiles", AS_TILES),
+    ],
+)
+def test_what_has_changed_since_is_refused(ranks: Ranks, formats: str, change: str, message: str) -> None:
+    for said in ranks(2)(te_attaching.changed_afterwards, formats, change):
+        assert re.match(message, said), said
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_current", "fp8_delayed"])

@@ -371,3 +371,17 @@ def trained(run: Run) -> tuple[list[float], dict[str, int]]:
     if run.case.overlap:
         run.force_sync()
     return losses, run.stale_bytes()
+
+
+def finetuned(case: Case, with_state: bool = False) -> tuple[bool, dict[str, int]]:
+    """Masters from values that are loaded into the model, or of a state dict: whether they are those values; and stale bytes."""
+    with case.host():
+        run, _ = build_attached(case)
+        values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
+        run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
+        cast = {name: weight_of(weight).dequantize() for name, weight in run.weights.items()}
+        assert not any(torch.equal(cast[name], values[name]) for name in cast)
+        run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
+        expected = values if with_state else {**values, **cast}
+        masters = run.masters()
+        return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()

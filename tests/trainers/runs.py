@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -282,36 +281,11 @@ def hf_trainer(folder: str, steps: int, resume: str) -> Found:
         read = transformers.LlamaForCausalLM.from_pretrained(Path(folder).parent / "checkpoint-6", dtype=torch.float32)
         whole = zerocast.optim.full_state_dict(trainer.model, optimizer)
         found["read back"] = all(torch.equal(t.float(), read.state_dict()[name]) for name, t in whole.items())
-        found["best"] = best_of(made, Trainer, arguments)
         arguments.save_strategy = "no"
         plain = made(None, transformers.Trainer)
         plain.train()
         found["stock"] = logs(plain)
     return found
-
-
-def best_of(made: Callable[..., Any], kind: Any, arguments: Any) -> dict[str, bool]:
-    """The run that loads what it calls its best at its end: here the one of the largest loss, which is not the last."""
-    arguments.load_best_model_at_end, arguments.greater_is_better, arguments.metric_for_best_model = (
-        True,
-        True,
-        "eval_loss",
-    )
-    arguments.output_dir, arguments.eval_steps, arguments.do_eval = f"{arguments.output_dir}/best", 3, True
-    arguments.eval_strategy = arguments.save_strategy
-    trainer = made(RECIPE, kind)
-    trainer.train()
-    arguments.load_best_model_at_end, arguments.eval_strategy = False, "no"
-    chosen = Path(trainer.state.best_model_checkpoint)
-    stored = safetensors.torch.load_file(chosen / "model.safetensors")
-    masters = zerocast.optim.full_state_dict(trainer.model, trainer._zero())
-    equal = all(torch.equal(tensor, masters[name]) for name, tensor in stored.items()) if masters else True
-    loss = trainer.evaluate()["eval_loss"]
-    (measured,) = [
-        line["eval_loss"] for line in trainer.state.log_history if line.get("step") == 3 and "eval_loss" in line
-    ][:1]
-    ok = zerocast.verify(trainer._zero()).ok
-    return {"is the third": chosen.name == "checkpoint-3", "masters": equal, "loss": loss == measured, "verified": ok}
 
 
 def logs(trainer: Any) -> list[tuple[float, float]]:

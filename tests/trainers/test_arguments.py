@@ -107,11 +107,12 @@ def test_models_that_accelerate_is_to_shard_are_refused() -> None:
         accelerator.prepare(model())
 
 
-def test_checkpoints_with_the_model_alone(tmp_path: Path) -> None:
-    """The best of them is loaded, as masters of its weights, and none is resumed."""
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_best_model_is_loaded(tmp_path: Path, save_only_model: bool) -> None:
+    """From masters and moments, or from the masters of a checkpoint with the model alone, which none resumes."""
     trainer = trainer_of(
         tmp_path,
-        save_only_model=True,
+        save_only_model=save_only_model,
         save_steps=1,
         eval_steps=1,
         eval_strategy=transformers.trainer_utils.IntervalStrategy.STEPS,
@@ -125,8 +126,13 @@ def test_checkpoints_with_the_model_alone(tmp_path: Path) -> None:
     masters = zerocast.optim.full_state_dict(trainer.model, trainer._zero())
     assert stored and all(torch.equal(tensor, masters[name]) for name, tensor in stored.items())
     assert zerocast.verify(trainer._zero()).ok
-    with pytest.raises(ValueError, match="has no masters and moments, as with save_only_model=True"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (measured,) = [
+        line["eval_loss"] for line in trainer.state.log_history if line.get("step") == 1 and "eval_loss" in line
+    ]
+    assert trainer.evaluate()["eval_loss"] == measured
+    if save_only_model:
+        with pytest.raises(ValueError, match="has no masters and moments, as with save_only_model=True"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_refused_where_a_run_would_not_reduce_its_gradients(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ def test_transformers(world: int, tmp_path: Path) -> None:
     whole = run("transformers", tmp_path / "a" / "run", 6, world)
     assert all(rank["verified"] and len(rank["logs"]) == 6 for rank in whole)
     assert whole[0]["read back"]
-    assert all(all(rank["best"].values()) for rank in whole), whole
     for (loss, norm), (stock_loss, stock_norm) in zip(whole[0]["logs"], whole[0]["stock"], strict=True):
         assert abs(loss - stock_loss) < 0.05 and abs(norm - stock_norm) < 0.2 * stock_norm
     resumed = run("transformers", tmp_path / "a" / "again", 6, world, resume=tmp_path / "a" / "checkpoint-3")
