@@ -103,7 +103,7 @@ families: readers
 	$(BIN)/python -m tests.serve.families
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
-SANITIZED := tests/formats/test_goldens.py tests/backends/test_adam_amax.py tests/backends/test_adam_update.py tests/backends/test_adam_8bit.py tests/backends/test_dequantize.py tests/backends/test_gradient_messages.py tests/gemm/test_gemm_inputs.py tests/backends/test_backends.py
+SANITIZED := tests/formats/test_goldens.py tests/backends/test_adam_stages.py tests/backends/test_adam_update.py tests/backends/test_adam_8bit.py tests/backends/test_dequantize.py tests/backends/test_gradient_messages.py tests/gemm/test_gemm_inputs.py tests/backends/test_backends.py
 sanitize:
 	for tool in memcheck racecheck initcheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from tests import devices
 from tests.backends.test_adam_8bit import CUTS, CUTS_OF_MATRICES, MATRICES, SHAPES, Shard, weights
-from tests.backends.test_adam_amax import Case
+from tests.backends.test_adam_stages import Case
 from tests.casts import NOMINAL
 from tests.sharded import Weight
 from tests.tables import STAGES, Bench

@@ -16,8 +16,7 @@ from tests import devices, stages, strategies
 from tests.backends.test_adam_update import scalars
 from tests.matrices import bit_patterns
 from zerocast import get_format
-from zerocast.backends import load
-from zerocast.backends.descriptor import Column, Piece
+from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference import moments
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import amax_counts, amax_grid, moment_group, moment_groups
@@ -326,75 +325,3 @@ def test_skip(any_backend: str) -> None:
     assert all(torch.equal(getattr(shard, name), old) for name, old in zip(names, before, strict=True))
     shard.call(any_backend, weights(9), 2, False, torch.tensor([False]))
     assert not any(torch.equal(getattr(shard, name), old) for name, old in zip(names, before, strict=True))
-
-
-def checked_by(where: str, shard: Shard, grad: Tensor) -> None:
-    """The stage by the op, which checks its arguments, or by the extension, which does too."""
-    if where == "the op":
-        torch.ops.zerocast.adam_8bit("cpu", str(shard.fmt), *shard.arguments(grad, 1))
-    else:
-        load("cpu").adam_8bit(shard.fmt, *shard.arguments(grad, 1))
-
-
-@pytest.mark.parametrize("checked", ["the op", "the extension"])
-def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
-    shard = Shard(weights(0), WHOLE, 0)
-    with pytest.raises((TypeError, ValueError), match=r"grad is .*float16"):
-        checked_by(checked, shard, shard.grad(weights(1)).half())
-
-
-@pytest.mark.parametrize("checked", ["the op", "the extension"])
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        (Piece.BASE, 1),
-        (Piece.BASE, -1),
-        (Piece.OFFSET, 2**40),
-        (Piece.OFFSET, -1),
-        (Piece.OFFSET, 1),
-        (Piece.NUMEL, 2**62),
-        (Piece.NUMEL, 0),
-        (Piece.NUMEL, 1),
-        (Piece.SCALARS, 3),
-        (Piece.SCALE, 230),
-        (Piece.SCALE, -1),
-        (Piece.SECOND_SCALE, 230),
-        (Piece.SECOND_SCALE, -1),
-        (Piece.CUT_FIRST, 0),
-        (Piece.CUT_LAST, 5),
-        (Piece.COLUMNS, 0),
-        (Piece.COLUMNS, 2048),
-        (Piece.START, -1),
-        (Piece.START, 1),
-    ],
-)
-def test_a_piece_that_points_elsewhere_is_refused(column: Piece, value: int, checked: str) -> None:
-    shard = Shard(weights(0), WHOLE, 0)
-    shard.pieces[0, column] = value
-    with pytest.raises(ValueError, match="piece 0"):
-        checked_by(checked, shard, shard.grad(weights(1)))
-
-
-@pytest.mark.parametrize("checked", ["the op", "the extension"])
-@pytest.mark.parametrize(
-    ("column", "value", "said"),
-    [
-        (Column.ROW_AMAX, 2**40, "packed needs"),
-        (Column.NOT_FINITE, 2**40, "packed needs"),
-        (Column.MASTER_BASE, 1, "storage 1|piece 0"),
-        (Column.START, 2**40, "elements"),
-    ],
-)
-def test_a_row_that_points_elsewhere_is_refused(column: Column, value: int, said: str, checked: str) -> None:
-    shard = Shard(weights(0), WHOLE, 0)
-    shard.table[0, column] = value
-    with pytest.raises(ValueError, match=said):
-        checked_by(checked, shard, shard.grad(weights(1)))
-
-
-@pytest.mark.parametrize("checked", ["the op", "the extension"])
-def test_a_piece_without_a_row_is_refused(checked: str) -> None:
-    shard = Shard(weights(0), WHOLE, 0)
-    shard.table = shard.table[1:]
-    with pytest.raises(ValueError, match="6 pieces"):
-        checked_by(checked, shard, shard.grad(weights(1)))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,35 +28,6 @@ def test_the_extension_is_built_and_chosen() -> None:
     assert backends.choose(CPU) == os.environ.get("ZEROCAST_BACKEND", "cpu")
     weight = QuantizedWeight.empty((16, 16), "nvfp4")
     assert CastPlan([weight], [torch.ones(256)], [0], ONE_PROCESS).backend == backends.choose(CPU)
-
-
-def test_a_cast_enters_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = ["partial_amax", "compute_scales", "partial_cast", "transpose", "dequantize"]
-    from zerocast.backends import _C, cpu, ops
-
-    entered: list[str] = []
-
-    class Watched:
-        ARGUMENTS = _C.cpu.ARGUMENTS
-
-        def __getattr__(self, name: str) -> Any:
-            real = getattr(_C.cpu, name)
-
-            def enter(*arguments: Any) -> None:
-                entered.append(name)
-                real(*arguments)
-
-            enter.__doc__ = real.__doc__
-            return enter
-
-    with monkeypatch.context() as patched:
-        patched.setattr(cpu, "_C", SimpleNamespace(cpu=Watched()))
-        for name in stages:
-            patched.setattr(cpu, name, cpu._stage(name))
-        ops._implementation.cache_clear()
-        casts.cast_whole("nvfp4", torch.ones(16, 16), backend="cpu").dequantize()
-    ops._implementation.cache_clear()
-    assert entered == stages
 
 
 def test_the_extension_was_built_from_these_sources() -> None:

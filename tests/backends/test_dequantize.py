@@ -103,17 +103,3 @@ def test_values_are_those_of_the_model(
     buffers |= {key: value.view(dtype) for key, value in buffers.items() if value.dtype is torch.uint16}
     value = run(backend_anywhere, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
     np.testing.assert_array_equal(value.numpy(), cast.dequantized(expected, columnwise))
-
-
-def test_two_level_scale_order(backend_anywhere: str) -> None:
-    """`code * ((f32(sd) * amax) * f32(1/2688))`, one f32 operation each."""
-    rng = np.random.default_rng(3)
-    sd, amax = rng.integers(1, 0x7F, (16, 1), dtype=np.uint8), np.float32(rng.random())
-    scale = np.zeros((128, 4), np.uint8)
-    scale[:16, 0] = sd[0]
-    fmt = {"rowwise_data": torch.full((16, 8), 0x53, dtype=torch.uint8), "rowwise_scale_inv": torch.from_numpy(scale)}
-    value = run(backend_anywhere, "nvfp4", fmt | {"amax": torch.tensor([amax])}, (16, 16), False, torch.float32)
-    code, mantissa = int(sd[0, 0]) >> 3, int(sd[0, 0]) & 7
-    decoded = np.float32((mantissa / 8 + (code > 0)) * 2.0 ** (max(code, 1) - 7))
-    factor = np.float32(np.float32(decoded * amax) * np.float32(1 / 2688))
-    assert value[0, :2].tolist() == [np.float32(1.5) * factor, np.float32(3.0) * factor]

@@ -1,5 +1,6 @@
 """Stage upcast: the E4M3 codes of an mxfp4 or exact nvfp4 weight have its values to the bit, whatever its codes and scales."""
 
+import itertools
 import math
 
 import numpy as np
@@ -13,7 +14,6 @@ from tests import casts, devices, strategies
 from tests.backends.test_dequantize import random_buffers, words
 from tests.formats import model
 from zerocast import get_format
-from zerocast.backends import ops
 from zerocast.formats.layout import upcast_operand
 
 GUARD = 16
@@ -82,21 +82,24 @@ def test_every_code_under_every_scale_that_a_cast_makes(backend_anywhere: str, t
     )
 
 
-def test_what_is_clamped_in_a_cast_is_exact(backend: str) -> None:
-    """Amaxes of one group from 2**-60 to 2**60: the dequantized weight and the dequantized operand are equal to the bit."""
-    spread = (
-        torch.exp2(torch.linspace(-60, 60, 5 * 7).round()).view(5, 7).repeat_interleave(32, 0).repeat_interleave(32, 1)
-    )
-    for rounding in ("up", "floor"):
-        weight = casts.cast_whole(f"mxfp4:scale_rounding={rounding}", torch.randn(160, 224) * spread, backend=backend)
-        for columnwise in (False, True):
-            for on_demand in (False, True):
-                weight.state.columnwise_on_demand = on_demand
-                codes, scale = weight.upcast(columnwise)
-                shape = weight.matrix_shape[::-1] if columnwise else weight.matrix_shape
-                found = ops.dequantize(backend, "fp8_block", codes, scale, None, *shape, False, torch.float32)
-                expected = weight.read(columnwise, torch.float32)
-                assert np.array_equal(casts.raw(found.t() if columnwise else found), casts.raw(expected))
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp4:scale_rounding=floor", EXACT])
+def test_the_operand_of_a_cast(backend: str, fmt: str) -> None:
+    """Whatever is cast, amaxes of one group from 2**-60 to 2**60 included, for which mxfp4 clamps scales: the dequantized weight
+    and the dequantized operand are equal to the bit.
+    """
+    rows, columns = (16, 16) if fmt == EXACT else (32, 32)
+    reach = 20 if fmt == EXACT else 60
+    spread = torch.exp2(torch.linspace(-reach, reach, 5 * 7).round()).view(5, 7)
+    spread = spread.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    weight = casts.cast_whole(fmt, torch.randn(spread.shape) * spread, backend=backend)
+    for columnwise, on_demand in itertools.product((False, True), repeat=2):
+        weight.state.columnwise_on_demand = on_demand
+        codes, scale = weight.upcast(columnwise)
+        expected = weight.read(columnwise, torch.float32)
+        found = (
+            values(codes, scale) if scale.numel() > 1 else codes.view(torch.float8_e4m3fn).double() * scale
+        ).float()
+        assert np.array_equal(casts.raw(found.t() if columnwise else found), casts.raw(expected))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -120,20 +123,6 @@ def test_every_code_under_every_exact_scale(backend_anywhere: str, transposed: b
         fmt = get_format(EXACT)
         devices.stage(backend_anywhere, "dequantize")(fmt, data, scale, tensor_amax, *shape, False, expected)
         assert np.array_equal(casts.raw(found), casts.raw(expected.t() if transposed else expected))
-
-
-def test_the_operand_of_an_exact_cast(backend: str) -> None:
-    """Whatever is cast: the dequantized weight and the dequantized operand are equal to the bit."""
-    spread = torch.exp2(torch.linspace(-20, 20, 13 * 9).round()).view(13, 9)
-    master = torch.randn(208, 144) * spread.repeat_interleave(16, 0).repeat_interleave(16, 1)
-    weight = casts.cast_whole(EXACT, master, backend=backend)
-    for columnwise in (False, True):
-        for on_demand in (False, True):
-            weight.state.columnwise_on_demand = on_demand
-            codes, scale = weight.upcast(columnwise)
-            expected = weight.read(columnwise, torch.float32)
-            found = codes.view(torch.float8_e4m3fn).float() * scale
-            assert np.array_equal(casts.raw(found.t() if columnwise else found), casts.raw(expected))
 
 
 def test_backends_agree(variant: str) -> None:
