@@ -28,7 +28,7 @@ Call = tuple[str, FormatSpec, dict[str, Any]]  # stage, format, arguments by nam
 
 
 class Recorded(TorchDispatchMode):
-    """The stages that run, with their tensors."""
+    """The stages that run, with copies of their tensors as they were before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("zerocast::").removesuffix(".default")
         if name in ops.STAGES and "format" in func._schema.arguments[1].name and func is getattr(ops, name).op:
-            _, fmt, *rest = args
+            _, fmt, *rest = torch.utils._pytree.tree_map_only(Tensor, torch.clone, args)
             names = [argument.name for argument in ops.arguments_of(name) if argument.kind != "format"]
             self.calls.append((name, get_format(fmt), dict(zip(names, rest, strict=True))))
         return func(*args, **(kwargs or {}))

@@ -29,19 +29,6 @@ def assert_is_cast_of(weight: QuantizedWeight, master: Tensor) -> None:
     casts.assert_same_bytes(found, {k: v for k, v in expected.items() if k in found}, str(weight.format))
 
 
-@pytest.mark.parametrize("fmt", casts.FORMATS)
-def test_a_cast_follows_the_master_of_the_moment(backend: str, fmt: str) -> None:
-    weight, master = QuantizedWeight.empty(SHAPE, fmt), master_of()
-    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
-    for seed in range(3):
-        master.copy_(master_of(seed))
-        if weight.scale is not None:
-            weight.scale.fill_(1.0)
-        plan.cast()
-        plan.post_all_gather()
-        assert_is_cast_of(weight, master)
-
-
 def test_no_weights_is_no_work() -> None:
     plan = CastPlan([], [], [], ONE_PROCESS)
     plan.cast()
@@ -159,20 +146,6 @@ def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
     weight.state.set_storage({"rowwise_data": moved})
     plan.cast()
     assert torch.equal(moved, expected) and not old.any()
-
-
-def test_attach_casts_after_every_step() -> None:
-    weight, parameter = QuantizedWeight.empty(SHAPE, "mxfp8"), torch.nn.Parameter(master_of())
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    handle = CastPlan([weight], [parameter], [0], ONE_PROCESS).attach(optimizer)
-    for seed in (1, 2):
-        parameter.grad = master_of(seed)
-        optimizer.step()
-        assert_is_cast_of(weight, parameter.detach())
-    last = casts.bytes_of(weight)
-    handle.remove()
-    optimizer.step()
-    casts.assert_same_bytes(casts.bytes_of(weight), last)
 
 
 def test_skip_leaves_everything(backend: str) -> None:

@@ -13,30 +13,13 @@ from zerocast import get_format
 from zerocast.formats.layout import (
     Span,
     amax_counts,
-    amax_grid,
     buffers,
     byte_range,
     check_shape,
-    matrix_shape,
-    round_up,
     stored_matrices,
 )
 
 BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0, "mxfp4": 0.5, "int4": 0.5}
-
-
-@given(value=st.integers(0, 10**12), multiple=st.integers(1, 10**6))
-def test_round_up(value: int, multiple: int) -> None:
-    rounded = round_up(value, multiple)
-    assert rounded % multiple == 0
-    assert 0 <= rounded - value < multiple
-
-
-@pytest.mark.parametrize(
-    ("shape", "matrix"), [((4, 6), (4, 6)), ((2, 3, 5), (6, 5)), ((7,), (1, 7)), ((2, 2, 2, 2), (8, 2))]
-)
-def test_matrix_shape(shape: tuple[int, ...], matrix: tuple[int, int]) -> None:
-    assert matrix_shape(shape) == matrix
 
 
 @given(a=st.tuples(st.integers(0, 50), st.integers(0, 50)), b=st.tuples(st.integers(0, 50), st.integers(0, 50)))
@@ -106,11 +89,6 @@ def test_identity_bytes_follow_the_nominal_dtype() -> None:
 )
 def test_amaxes_are_packed_without_padding(fmt: str, counts: tuple[int, int]) -> None:
     assert amax_counts(get_format(fmt), 160, 288) == counts
-
-
-def test_edge_blocks_count() -> None:
-    assert amax_grid((128, 128), 129, 128) == (2, 1)
-    assert amax_grid(None, 129, 128) == (1, 1)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -175,16 +175,6 @@ def test_inputs_and_gradients_of_any_strides() -> None:
 
 
 @pytest.mark.usefixtures("scaled_mm")
-def test_every_way_to_write_it() -> None:
-    weight: Any = cast("fp8_current")
-    x, bias = torch.randn(4, 64).to(BF16), torch.randn(48).to(BF16)
-    y = F.linear(x, weight)
-    for other in (x @ weight.t(), torch.mm(x, weight.T), x.matmul(torch.t(weight)), torch.matmul(x, weight.t())):
-        assert torch.equal(other, y)
-    assert torch.equal(torch.addmm(bias, x, weight.t()), F.linear(x, weight, bias))
-
-
-@pytest.mark.usefixtures("scaled_mm")
 def test_an_input_gradient_by_operators() -> None:
     """As torch.func and DTensor compute it: its codes have the element of gradients there too."""
     weight, x, grad = cast("fp8_current"), torch.randn(4, 64).to(BF16).requires_grad_(), torch.randn(4, 48).to(BF16)
@@ -379,11 +369,3 @@ def test_bf16_products_are_those_of_instructions(monkeypatch, onednn, avx2, avx5
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert gemm.plain._has_bf16_products() is expected
-
-
-def test_a_cpu_with_bf16_instructions_multiplies_in_bf16(monkeypatch):
-    monkeypatch.setattr(gemm.plain, "HAS_BF16_PRODUCTS", True)
-    x, weight = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16()
-    assert gemm.plain.product_dtype(torch.bfloat16, "cpu") is torch.bfloat16
-    assert torch.equal(gemm.plain.linear(x, weight), torch.nn.functional.linear(x, weight))
-    assert torch.equal(gemm.plain.matmul(x, weight.T), x @ weight.T)

@@ -125,7 +125,3 @@ def test_a_switch_does_not_take_it() -> None:
     model = quantized(zerocast.Recipe({"blocks.*.weight": "fp8_current"}))
     with pytest.raises(ValueError, match="fast is settled when weights are quantized"):
         zerocast.switch(model, FAST)
-
-
-def test_it_shows_itself() -> None:
-    assert repr(FAST) == "Recipe({'blocks.*.weight': 'fp8_current'}, default='identity', fast=True)"

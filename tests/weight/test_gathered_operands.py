@@ -65,13 +65,14 @@ def test_operands_have_the_bytes_of_those_made_alone(fmt: str, backend: str, mon
 
 
 def test_a_round_is_one_launch_of_what_was_asked_for_in_the_last() -> None:
+    """What is read twice is made alone the second time."""
     weights = weights_of(FP8_BLOCK)
     operands = operands_of(weights)
     data = [weight.rowwise_data for weight in weights]
     shapes = []
     made = mock.Mock(side_effect=ops.transposed_together)
     with mock.patch.object(ops, "transposed_together", made):
-        for asked in ([0, 2], [0, 2], [2, 1, 0], [1, 0, 2], [0, 1, 2]):
+        for asked in ([0, 2], [0, 2], [2, 1, 0], [1, 0, 2], [0, 1, 2], [0, 1, 1, 2, 2]):
             before = made.call_count
             for place in asked:
                 assert take_gathered_operand(data[place], columnwise=True) is not None
@@ -84,20 +85,8 @@ def test_a_round_is_one_launch_of_what_was_asked_for_in_the_last() -> None:
         [(every[0], every[2]), every[1:2]],
         [every],
         [every],
+        [every, every[1:2], every[2:]],
     ]
-
-
-def test_a_weight_that_is_read_twice_is_made_alone() -> None:
-    weights = weights_of(FP8_BLOCK)
-    operands = operands_of(weights)
-    made = mock.Mock(side_effect=ops.transposed_together)
-    with mock.patch.object(ops, "transposed_together", made):
-        for _ in range(3):
-            for place in (0, 1, 1, 2, 2):
-                operands.pop(place, columnwise=True)
-            operands.end_round()
-    every, (_, second, third) = tuple(SHAPES), SHAPES
-    assert [call.args[4] for call in made.call_args_list][5:] == 2 * [every, (second,), (third,)]
 
 
 def test_each_operand_belongs_to_one_product() -> None:
@@ -140,20 +129,6 @@ def test_a_copy_into_a_gathered_weight_is_read() -> None:
     read(weights[0], True)  # makes those of all
     weights[1].copy_(other)
     assert [*map(casts.sha, read(weights[1], True))] == [*map(casts.sha, read(other, True))]
-
-
-def test_operands_are_freed_with_their_round() -> None:
-    weights = weights_of(FP8_BLOCK)
-    operands = operands_of(weights)
-    for _ in range(2):
-        for place in (0, 1):
-            operands.pop(place, columnwise=True)
-        operands.end_round()
-    operands.pop(0, columnwise=True)
-    left = weakref.ref(operands._rounds[True].made[1][0])
-    assert left() is not None
-    operands.end_round()
-    assert left() is None
 
 
 def test_memory_of_another_weight_that_was_freed_is_not_read() -> None:

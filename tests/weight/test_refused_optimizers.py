@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zerocast
-from zerocast import QuantizedWeight
+from tests import casts
 
 CLASSES: dict[str, Any] = {
     name: kind
@@ -33,14 +33,8 @@ def quantized_last() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(32, 64)), *layers.parameters()]
 
 
-def values(parameters: list[nn.Parameter]) -> list[Tensor]:
-    copies = []
-    for parameter in parameters:
-        if isinstance(parameter, QuantizedWeight):
-            copies += [b.clone() for b in parameter.state.buffers.values() if b is not None]
-        else:
-            copies.append(parameter.detach().clone())
-    return copies
+def values(parameters: list[nn.Parameter]) -> casts.Bytes:
+    return {"plain": casts.raw(parameters[0]).copy(), **casts.bytes_of(parameters[1])}
 
 
 @pytest.mark.notices("a torch optimizer is given quantized weights", where="Weights", answer="raises at its first step, before anything is written")  # fmt: skip # noqa: E501
@@ -58,7 +52,7 @@ def test_every_class_of_torch_optim_raises_before_it_writes(name: str, options: 
     closure: Any = (lambda: torch.ones(())) if name == "LBFGS" else None
     with pytest.raises(RuntimeError, match=rf"{name} cannot step parameter 1 of group 0, a nvfp4.*zerocast\.ZeroAdamW"):
         optimizer.step(closure)
-    assert all(map(torch.equal, values(parameters), before))
+    casts.assert_same_bytes(values(parameters), before)
     assert not optimizer.state.get(parameters[0])
 
 

@@ -1,7 +1,5 @@
 """What is said in place of an operator that is not defined on a QuantizedWeight: every operator of this torch, and real calls."""
 
-import copy
-import io
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,32 +205,6 @@ def test_real_calls_are_told_what_to_do(name: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         call()
     assert FAMILIES[text] in str(caught.value)
-
-
-WORKING: dict[str, Callable[[], Any]] = {
-    "len": lambda: len(plain()),
-    "repr": lambda: repr(model().state_dict()),
-    "copy": lambda: copy.copy(plain()).dequantize(),
-    "deepcopy": lambda: copy.deepcopy(model())[0].weight.dequantize(),  # type: ignore[operator]
-    "device": lambda: model().to("cpu")[0].weight.dequantize(),  # type: ignore[operator]
-    "shapes": lambda: sum(p.numel() * p.element_size() for p in model().parameters()),
-}
-
-
-@pytest.mark.parametrize("name", WORKING)
-def test_what_works_is_left_alone(name: str) -> None:
-    torch.manual_seed(0)
-    expected = WORKING[name]()
-    assert expected is not None
-
-
-@pytest.mark.parametrize("new", [True, False], ids=["zip", "old format"])
-def test_torch_save_of_either_format(new: bool) -> None:
-    saved, file = model(), io.BytesIO()
-    torch.save(saved.state_dict(), file, _use_new_zipfile_serialization=new)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    casts.assert_same_bytes(casts.bytes_of(loaded["0.weight"]), casts.bytes_of(saved[0].weight), "0.weight")  # type: ignore[arg-type]
 
 
 READS: dict[str, Callable[[Any], Any]] = {

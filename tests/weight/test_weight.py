@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.formats import model
 from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight, get_format
 from zerocast.formats.layout import BUFFERS
@@ -24,59 +26,29 @@ def cast(
     return casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(rows, columns, seed)).view(shape), nominal)
 
 
-LAYOUTS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype] | None]] = {
-    "fp8_delayed": {
-        "rowwise_data": ((160, 96), torch.uint8),
-        "rowwise_scale_inv": ((1,), torch.float32),
-        "columnwise_data": ((96, 160), torch.uint8),
-        "columnwise_scale_inv": ((1,), torch.float32),
-        "amax": ((1,), torch.float32),
-        "scale": ((1,), torch.float32),
-        "amax_history": ((1024,), torch.float32),
-    },
-    "fp8_current": {
-        "rowwise_data": ((160, 96), torch.uint8),
-        "rowwise_scale_inv": ((1,), torch.float32),
-        "columnwise_data": ((96, 160), torch.uint8),
-        "columnwise_scale_inv": ((1,), torch.float32),
-        "amax": ((1,), torch.float32),
-    },
-    "fp8_block": {
-        "rowwise_data": ((160, 96), torch.uint8),
-        "rowwise_scale_inv": ((2, 4), torch.float32),
-        "columnwise_data": ((96, 160), torch.uint8),
-        "columnwise_scale_inv": ((1, 4), torch.float32),
-    },
-    "mxfp8": {
-        "rowwise_data": ((160, 96), torch.uint8),
-        "rowwise_scale_inv": ((256, 4), torch.uint8),
-        "columnwise_data": ((160, 96), torch.uint8),
-        "columnwise_scale_inv": ((8, 128), torch.uint8),
-    },
-    "nvfp4": {
-        "rowwise_data": ((160, 48), torch.uint8),
-        "rowwise_scale_inv": ((256, 8), torch.uint8),
-        "columnwise_data": ((96, 80), torch.uint8),
-        "columnwise_scale_inv": ((128, 12), torch.uint8),
-        "amax": ((1,), torch.float32),
-    },
-    "int4": {"rowwise_data": ((160, 48), torch.uint8), "rowwise_scale_inv": ((160, 3), torch.bfloat16)},
-    "identity": {"rowwise_data": ((160, 96), torch.float16)},
-}
-
-
-@pytest.mark.parametrize("fmt", LAYOUTS)
+@pytest.mark.parametrize(
+    "fmt", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "identity"]
+)
 def test_layouts(fmt: str) -> None:
     """docs/formats/common.md; columnwise data and scales exist after post-all-gather processing, or, for mxfp8, from the start."""
     empty, after = QuantizedWeight.empty((160, 96), fmt, torch.float16), cast(fmt, (160, 96), torch.float16)
-    for name in BUFFERS:
-        expected, buffer, early = LAYOUTS[fmt].get(name), getattr(after, name), getattr(empty, name)
-        assert (buffer is None) == (expected is None), name
+    assert (empty.columnwise_data is None) == (fmt != "mxfp8")
+    held = {"scale": (1,), "amax_history": (1024,)} if fmt == "fp8_delayed" else {}
+    if fmt == "identity":
+        held["rowwise_data"] = (160, 96)
+    else:
+        settings = model.Settings(power_of_2_scale=fmt == "fp8_block")
+        expected = model.Cast(fmt, "float16", settings).of(np.ones((160, 96), np.float32))
+        held |= {name: array.shape for name, array in expected.items()}
+    found = {name: getattr(after, name) for name in BUFFERS}
+    assert {name: tuple(buffer.shape) for name, buffer in found.items() if buffer is not None} == held
+    for name, buffer in found.items():
         if buffer is not None:
-            assert (tuple(buffer.shape), buffer.dtype) == expected, name
-            assert buffer.is_contiguous()
-        if name == "columnwise_data":
-            assert (early is None) == (fmt != "mxfp8")
+            assert buffer.is_contiguous() and (name == "rowwise_data" or buffer.dtype.itemsize in (1, 2, 4))
+            wanted = (
+                {"identity": torch.float16}.get(fmt, torch.uint8) if name.endswith("data") else after.format.scale_dtype
+            )
+            assert buffer.dtype is (wanted if name.endswith(("data", "inv")) else torch.float32), name
 
 
 @pytest.mark.parametrize("fmt", casts.FORMATS)
