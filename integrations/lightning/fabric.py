@@ -14,9 +14,7 @@ from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
-_META, _FOLDER = "lightning.ckpt", "zerocast"
-# The key in `lightning.ckpt` of a text that the folder next to it has too.
-_SAVE_ID = "zerocast_save_id"
+from .trainer import FOLDER, META, SAVE_ID
 
 
 class FabricZeroStrategy(DDPStrategy):
@@ -91,8 +89,8 @@ class FabricZeroStrategy(DDPStrategy):
             return
         location = as_location(self.broadcast(path))
         save_id = self.broadcast(secrets.token_hex(8))
-        super().save_checkpoint(str(location / _META), {**rest, _SAVE_ID: save_id}, storage_options, filter)
-        zero_run.save(location / _FOLDER, optimizers, models, save_id)
+        super().save_checkpoint(str(location / META), {**rest, SAVE_ID: save_id}, storage_options, filter)
+        zero_run.save(location / FOLDER, optimizers, models, save_id)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
@@ -105,11 +103,11 @@ class FabricZeroStrategy(DDPStrategy):
         if not isinstance(state, dict) or not location.is_dir():
             return super().load_checkpoint(str(location), state, strict, weights_only)
         models, optimizers, rest = _parts(state)
-        meta = str(location / _META)
-        save_id = self.checkpoint_io.load_checkpoint(meta, weights_only=weights_only)[_SAVE_ID]
-        zero_run.load(location / _FOLDER, optimizers, models, save_id)
+        meta = str(location / META)
+        save_id = self.checkpoint_io.load_checkpoint(meta, weights_only=weights_only)[SAVE_ID]
+        zero_run.load(location / FOLDER, optimizers, models, save_id)
         remaining: dict[str, Any] = super().load_checkpoint(meta, rest, strict, weights_only)
-        del remaining[_SAVE_ID]
+        del remaining[SAVE_ID]
         state.update(rest)
         return remaining
 

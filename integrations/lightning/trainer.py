@@ -24,9 +24,9 @@ from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.pretrained import names_in
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
-_META, _FOLDER = "lightning.ckpt", "zerocast"
+META, FOLDER = "lightning.ckpt", "zerocast"
 # The key in `lightning.ckpt` of a text that the folder next to it has too.
-_SAVE_ID = "zerocast_save_id"
+SAVE_ID = "zerocast_save_id"
 
 
 class ZeroStrategy(DDPStrategy):
@@ -129,8 +129,8 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         path = as_location(self.broadcast(filepath))
         save_id = self.broadcast(secrets.token_hex(8))
-        super().save_checkpoint({**checkpoint, _SAVE_ID: save_id}, str(path / _META), storage_options)
-        zero_run.save(path / _FOLDER, self._zero, [self.lightning_module], save_id)
+        super().save_checkpoint({**checkpoint, SAVE_ID: save_id}, str(path / META), storage_options)
+        zero_run.save(path / FOLDER, self._zero, [self.lightning_module], save_id)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
@@ -141,11 +141,11 @@ class ZeroStrategy(DDPStrategy):
         self._masters_loaded = False
         if not path.is_dir():
             return super().load_checkpoint(str(path), weights_only)
-        checkpoint: dict[str, Any] = super().load_checkpoint(str(path / _META), weights_only)
-        save_id = checkpoint.pop(_SAVE_ID)
+        checkpoint: dict[str, Any] = super().load_checkpoint(str(path / META), weights_only)
+        save_id = checkpoint.pop(SAVE_ID)
         if self._zero:
             assert self.lightning_module is not None
-            zero_run.load(path / _FOLDER, self._zero, [self.lightning_module], save_id)
+            zero_run.load(path / FOLDER, self._zero, [self.lightning_module], save_id)
             self._masters_loaded = True
         return checkpoint
 

@@ -209,8 +209,7 @@ class ConstructionChecks:
             yield Patch(kind, "__init__", _with_check_before(vars(kind)["__init__"], wraps))
         for owner, name, emerging in host.factories():
             builds = self._check_emerging if emerging else self._check_factory
-            factory = _without_flat_views(_with_check_before(getattr(owner, name), builds))
-            yield Patch(owner, name, self._keeping_fp32_masters(factory))
+            yield Patch(owner, name, self._prepared(_with_check_before(getattr(owner, name), builds)))
         hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
         yield Patch(hybrid, sort, offload.copying_once(getattr(hybrid, sort)))
         distributed, build = host.module(host.OPTIMIZER).DistributedOptimizer, "_build_model_and_main_param_groups"
@@ -250,11 +249,15 @@ class ConstructionChecks:
             validate.check_te_tensors(trained)
             self._has_primary = True
 
-    def _keeping_fp32_masters(self, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a factory of optimizers: masters are not kept in the state of the fused Adam if a
-        model has primary weights, since a cast reads them as tensors.
+    def _prepared(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a factory of optimizers, for a model with primary weights.
 
-        The optimizers of a chain share one configuration, so this holds for plain parameters too.
+        Masters are not kept in the state of the fused Adam, since a cast reads them as tensors. The
+        optimizers of a chain share one configuration, so this holds for plain parameters too.
+
+        No flat views are taken of QuantizedWeights, which have none. Megatron takes such views, to
+        copy attributes to the shards, with `fp8_recipe="delayed"`, which megatron.training sets for
+        any model.
         """
         signature = inspect.signature(factory)
 
@@ -262,10 +265,17 @@ class ConstructionChecks:
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             given = bound.arguments
-            params = (param for chunk in given["model_chunks"] for param in chunk.parameters())
+            params = [param for chunk in given["model_chunks"] for param in chunk.parameters()]
             if self._has_primary or any(map(is_primary, params)):
                 given["config"] = self._config_of(given["config"])
-            return factory(*bound.args, **bound.kwargs)
+            if not any(isinstance(param, QuantizedWeight) for param in params):
+                return factory(*bound.args, **bound.kwargs)
+            config = given["config"]
+            before, config.fp8_recipe = config.fp8_recipe, None
+            try:
+                return factory(*bound.args, **bound.kwargs)
+            finally:
+                config.fp8_recipe = before
 
         return call
 
@@ -354,30 +364,6 @@ def _with_check_before(original: Callable[..., Any], check: Callable[..., None])
         given.pop("self", None)
         check(**given.pop("kwargs", {}), **given)
         return original(*args, **kwargs)
-
-    return call
-
-
-def _without_flat_views(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a factory of optimizers: it takes no flat views of parameters.
-
-    With `fp8_recipe="delayed"`, which megatron.training sets for any model, Megatron takes such
-    views to copy attributes to the shards, and a QuantizedWeight has no flat view.
-    """
-    signature = inspect.signature(factory)
-
-    @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        config, chunks = given["config"], given["model_chunks"]
-        params = (param for chunk in chunks for param in chunk.parameters())
-        if not any(isinstance(param, QuantizedWeight) for param in params):
-            return factory(*args, **kwargs)
-        before, config.fp8_recipe = config.fp8_recipe, None
-        try:
-            return factory(*args, **kwargs)
-        finally:
-            config.fp8_recipe = before
 
     return call
 
