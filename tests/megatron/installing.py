@@ -27,8 +27,8 @@ if not WHY_NOT:
     import megatron.training.training as loop
     from megatron.core import parallel_state
 
-RECIPE = {"*.linear_*.weight": NARROW}
-FLAG = ("--zerocast-recipe", f"*.linear_*.weight={NARROW}")
+RECIPE = {"*.linear_fc1.weight": "fp8_block", "*.linear_*.weight": NARROW}
+FLAG = ("--zerocast-recipe", *(f"{pattern}={fmt}" for pattern, fmt in RECIPE.items()))
 OFFLOAD = ("--use-precision-aware-optimizer", "--no-pin-cpu-grads", "--no-pin-cpu-params")
 _MXFP8 = ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather")
 _TWO_STAGES = ("--num-layers", "2", "--pipeline-model-parallel-size", "2")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed.tensor import debug
 
+from tests.torchtitan import training
 from tests.torchtitan.host_on_cpu import device_of, importable, process_on_cpu
 from tests.torchtitan.text import Text
-from tests.torchtitan.training import record_losses
 
 WHY_NOT = ""
 
@@ -88,20 +88,8 @@ def tiny() -> Any:
     return quantized(plain())
 
 
-@dataclass(frozen=True)
-class Case:
-    recipe: str = "nvfp4"  # a format, or entries
-    implementation: str = "zerocast"
-    steps: int = 4
-    options: tuple[str, ...] = ()  # further arguments of the command line
-
-    @property
-    def formats(self) -> list[str]:
-        return [entry.partition("=")[2] or entry for entry in self.recipe.split(",")]
-
-    def having(self, *options: str) -> "Case":
-        """The same case with more arguments on its command line."""
-        return dataclasses.replace(self, options=(*self.options, *options))
+class Case(training.Case):
+    """A case of torchtitan 0.3, which has no converters."""
 
     def arguments(self, folder: str) -> list[str]:
         """Its command line; without a recipe that of the plain configuration."""
@@ -138,7 +126,7 @@ def trainer(case: Case, folder: str) -> Iterator[Any]:
     """A Trainer of this case, ended as torchtitan's `main` ends it."""
     with trainer_on_cpu():
         made = case.config(folder).build()
-        record_losses(made)
+        training.record_losses(made)
         try:
             yield made
         finally:

@@ -38,7 +38,7 @@ class Case:
 
     @property
     def formats(self) -> list[str]:
-        return [entry.partition("=")[2] for entry in self.recipe.split(",")]
+        return [entry.partition("=")[2] or entry for entry in self.recipe.split(",")]
 
     def having(self, *options: str) -> "Case":
         """The same case with more arguments on its command line."""
