@@ -21,6 +21,8 @@ from tests.serve.test_export import read as read_export
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroMuon, optim
 from zerocast.checkpoint.lineage import Runs
+from zerocast.checkpoint.store import as_location
+from zerocast.checkpoint.store_folder import folder_at
 from zerocast.cli import main
 from zerocast.export import export_safetensors
 from zerocast.optim import Checkpoints
@@ -270,6 +272,18 @@ def test_a_folder_without_a_manifest_is_refused(plain: Path) -> None:
         optim.save(run.optimizer, URL)  # no marker says that it is of an interrupted save
     with pytest.raises(FileNotFoundError, match=r"plain://nothing/\.metadata does not exist"):
         optim.load(run.optimizer, "plain://nothing")
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_second_run_that_writes_into_the_folder() -> None:
+    """The one that was there first says so, and leaves the other's files."""
+    first, second = (folder_at(as_location(URL), token) for token in ("a", "b"))
+    first.begin()
+    second.begin()
+    first.abandon()
+    with pytest.raises(RuntimeError, match="another process writes into plain://runs/one"):
+        first.commit()
+    assert second.partial == second.path
 
 
 @on_ranks(2)
