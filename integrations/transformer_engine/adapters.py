@@ -115,10 +115,10 @@ class Adapter:
         Raises ValueError with the reason if it is not cast, RuntimeError for an unsupported
         TransformerEngine.
         """
-        host.require(tensor, self.of_tensor.values())
-        host.require(quantizer, self.of_quantizer.values())
-        self.check(tensor, quantizer)
-        return self.format(quantizer)
+        with host.known_api():
+            self.buffers(tensor, quantizer)
+            self.check(tensor, quantizer)
+            return self.format(quantizer)
 
     def check(self, tensor: Any, quantizer: Any) -> None:
         """Raise ValueError with the reason for options that are not cast.
@@ -175,7 +175,6 @@ _FROM_ROWS = "its columnwise copy is made from the rowwise codes, which a Hybrid
 
 
 def _element(quantizer: Any) -> str:
-    host.require(quantizer, ["dtype"])
     name = getattr(quantizer.dtype, "name", str(quantizer.dtype))
     if name not in _ELEMENTS:
         raise ValueError(f"its quantizer makes {name}, one of {', '.join(_ELEMENTS)} is needed")
@@ -188,7 +187,6 @@ def _delayed(quantizer: Any) -> FormatSpec:
 
 def _scaled(name: str, quantizer: Any) -> FormatSpec:
     """Return a format that is scaled by this cast's amaxes to FP32 scales."""
-    host.require(quantizer, _SCALED_BY)
     power, epsilon = bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon)
     return get_format(name, element=_element(quantizer), power_of_2_scale=power, amax_epsilon=epsilon)
 

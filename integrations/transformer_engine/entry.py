@@ -92,9 +92,9 @@ def is_hybrid(tensor: Any) -> bool:
 
 def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, tensor) of the directions of a Hybrid tensor that were not dropped."""
-    host.require(tensor, ["_rowwise_storage", "_columnwise_storage"])
     for name in ("rowwise", "columnwise"):
-        part = getattr(tensor, f"_{name}_storage")
+        with host.known_api():
+            part = getattr(tensor, f"_{name}_storage")
         if part is not None:
             yield name, part
 

@@ -50,8 +50,8 @@ def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight 
 def _problem(module: Any, parameter: Tensor) -> str | None:
     if not isinstance(module, host.module(host.MODULES).TransformerEngineBaseModule):
         return "is not a weight of a module that supports quantized weights: leave it out of the recipe"
-    host.require(module, ["primary_weights_in_fp8", "fsdp_group"])
-    return next((problem for applies, problem in _PROBLEMS.items() if applies(module, parameter)), None)
+    with host.known_api():
+        return next((problem for applies, problem in _PROBLEMS.items() if applies(module, parameter)), None)
 
 
 _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
@@ -125,7 +125,10 @@ class GatheredWeight(Presentation):
             **{argument: buffers[name] for name, argument in shown.arguments.items()},
             **shown.options,
         )
-        host.require(tensor, [*adapter.of_tensor.values(), *shown.derived, "_quantizer"])
+        with host.known_api():
+            # Setting an attribute that the class does not have would have no effect.
+            for name in (*adapter.of_tensor.values(), *shown.derived, "_quantizer"):
+                getattr(tensor, name)
         self.restore(tensor)
         return tensor
 
@@ -279,11 +282,11 @@ def _format_of_recipe(recipe: Any) -> FormatSpec:
     if recipe.custom():
         raise ValueError("each module asks its factory for separate quantizers")
     quantization = host.module(host.QUANTIZATION)
-    host.require(quantization, ["RecipeState", "QuantizerRole"])
     # Recipes do not name the format of weights. So make the quantizers of a linear layer, as
     # TransformerEngine's modules do, and look at the one for the weight.
-    roles = [quantization.QuantizerRole("linear", tensor) for tensor in ("input", "weight", "output")]
-    state = quantization.RecipeState.create(
-        recipe, mode="forward", num_quantizers=len(roles), device=torch.device("cpu"), roles=roles
-    )
+    with host.known_api():
+        roles = [quantization.QuantizerRole("linear", tensor) for tensor in ("input", "weight", "output")]
+        state = quantization.RecipeState.create(
+            recipe, mode="forward", num_quantizers=len(roles), device=torch.device("cpu"), roles=roles
+        )
     return shown_format(state.make_quantizers()[1])

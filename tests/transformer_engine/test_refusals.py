@@ -144,7 +144,7 @@ REFUSED = {
     "another shape of the host": (
         "fp8_current",
         lambda weight: delattr(weight._quantizer, "amax_epsilon"),
-        "Float8CurrentScalingQuantizer has no amax_epsilon: this TransformerEngine has an API that",
+        "'Float8CurrentScalingQuantizer' object has no attribute 'amax_epsilon': this TransformerEngine has an API",
     ),
 }
 
