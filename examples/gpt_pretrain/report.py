@@ -14,6 +14,8 @@ from examples.gpt_pretrain.run_log import Record
 
 BASELINE = "bf16"
 COLORS = ("#555555", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+# The recorded results of three seeds of each format (`study/README.md`).
+STUDY = Path(__file__).with_name("study") / "cpu/results.json"
 STYLES = ("-", "--", ":", "-.", "--", ":")
 Results = dict[str, Any]
 
@@ -84,11 +86,12 @@ Loss in nats per byte; the gap is between validation losses."""
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draw the bytes and the losses."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _plot_bytes(left, results["runs"])
-    _plot_losses(right, results["runs"])
+    """Draw the bytes, the losses, and their differences from the baseline."""
+    runs = results["runs"]
+    panels = [_plot_bytes, _plot_losses, *([_plot_gaps] if BASELINE in runs and len(runs) > 1 else [])]
+    figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        panel(axes, runs)
     figure.savefig(path, dpi=150)
 
 
@@ -100,6 +103,23 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Record]) -> None:
         axes.plot(*zip(*run["validation_curve"], strict=True), "o", color=color, fillstyle="none")
     axes.set(xlabel="step", ylabel="nats per byte", title="training loss, smoothed; circles: validation")
     axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
+    """Draw the difference from the baseline; all runs train on the same batches at each step."""
+    baseline = [loss for _, loss in runs[BASELINE]["train_curve"]]
+    study = json.loads(STUDY.read_text())
+    for (name, run), color, style in zip(runs.items(), COLORS, STYLES, strict=False):
+        steps, losses = zip(*run["train_curve"], strict=True)
+        gaps = [loss - base for loss, base in zip(losses, baseline, strict=True)]
+        axes.plot(steps, smooth(gaps), style, color=color, label=name)
+        axes.plot(steps[-1], run[f"validation_gap_to_{BASELINE}"], "o", color=color, fillstyle="none")
+        if name in study["variants"] and name != BASELINE:
+            gap, deviation = (study["variants"][name][key] for key in ("gap", "gap_deviation"))
+            axes.axhspan(gap - deviation, gap + deviation, color=color, alpha=0.1)
+    title = f"loss minus the loss of {BASELINE}; circles: validation\nbands: three seeds, {study['dates'][0][:10]}"
+    axes.set(xlabel="step", ylabel="nats per byte", title=title)
     axes.grid(alpha=0.3)
 
 

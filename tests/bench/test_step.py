@@ -32,6 +32,24 @@ def ran(config: StepConfig) -> dict[str, Any]:
     return StepBench(config, torch.device("cpu")).run().as_dict()
 
 
+@pytest.mark.parametrize(
+    ("row", "code"),
+    {
+        "fsdp2:fp8_current+fp8_wgrad compiled": "zerocast.fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}, fast=True))",
+        "fsdp2:fp8_current eager": "zerocast.fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}))",
+        "zero_adamw:nvfp4 eager": "zerocast.quantize_(model, zerocast.Recipe({WEIGHTS: 'nvfp4'}))",
+        "fsdp2:fp8_current compiled": None,
+        "fsdp2:fp8_current+fp8_wgrad eager": None,
+        "fsdp2:fp8_current+fp8_wire eager": None,
+        "fsdp2:fp8_current+fp8_wgrad+8bit compiled": None,
+        "fsdp2:bf16 eager": None,
+    }.items(),
+)
+def test_the_fast_recipe_and_the_default_have_their_line_of_code(row: str, code: str | None) -> None:
+    """Other rows take more than one line."""
+    assert variant.code_of(row) == (code and code.replace("WEIGHTS", f'"{variant.WEIGHTS}"').replace("'", '"'))
+
+
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
     chosen = (
         *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed"),

@@ -22,7 +22,7 @@ import tyro
 
 from examples.gpt_pretrain import demo, train
 from examples.gpt_pretrain.config import TrainConfig
-from examples.gpt_pretrain.data import Corpus
+from examples.gpt_pretrain.data import Corpus, standard_library_files
 from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.measure import bytes_per_parameter, digest_of_weights, forward_buffers
 from examples.gpt_pretrain.model import GPT, GPTConfig
@@ -68,6 +68,33 @@ def test_batches_depend_on_seed_step_micro_step_and_rank_only():
     assert torch.equal(batches[0].tokens[:, 1:], batches[0].targets[:, :-1])
 
 
+def test_ranks_share_out_the_validation_text():
+    corpus = Corpus(os.urandom(100_000), context=16)
+    whole = torch.cat([batch.tokens for batch in corpus.validation_batches(3, 10, rank=0, ranks=1)])
+    parts = [torch.cat([batch.tokens for batch in corpus.validation_batches(3, 10, rank=r, ranks=4)]) for r in range(4)]
+    assert whole.shape == (10, 16)
+    assert sorted(whole.tolist()) == sorted(torch.cat(parts).tolist())
+
+
+def test_no_byte_is_trained_and_validated_on():
+    whole = os.urandom(700_000)
+    corpus = Corpus(whole, context=16)
+    assert len(corpus.train) + len(corpus.validation) == len(whole)
+    assert 0.03 < len(corpus.validation) / len(whole) < 0.08
+
+
+def test_too_little_text_says_so():
+    with pytest.raises(ValueError, match="validation text has 2 bytes, too few for context 16"):
+        Corpus(bytes(30), context=16)
+
+
+def test_the_standard_library_is_text_enough():
+    files = standard_library_files()
+    assert files == standard_library_files()
+    assert sum(file.stat().st_size for file in files) > 2_000_000
+    assert not [file for file in files if "site-packages" in file.parts]
+
+
 def test_model_is_causal_and_starts_at_chance():
     model = GPT(TINY)
     assert model.head.weight is model.embed.weight
@@ -80,6 +107,14 @@ def test_model_is_causal_and_starts_at_chance():
 
 
 # --- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_the_config():
+    arguments = ["--format", "nvfp4", "--data", "a", "b", "--model.n-layer", "2", "--stage", "1", "--overlap"]
+    config = tyro.cli(TrainConfig, args=arguments)
+    assert config == TrainConfig(
+        format="nvfp4", data=(Path("a"), Path("b")), model=GPTConfig(n_layer=2), stage=1, overlap=True
+    )
 
 
 @pytest.mark.parametrize("name", some(FORMATS, "bf16", "fp8_delayed", "nvfp4"))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from zerocast.bench.report import Failure, Measurement, Report
 from zerocast.bench.row import Row
 from zerocast.bench.step_report import GIB, LAST_LOSSES, StepMeasurement, StepReport
+from zerocast.bench.variant import code_of
 
 HEADS = (
     "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours"
@@ -111,6 +112,7 @@ def step_markdown(report: StepReport) -> str:
             _line(STEP_HEADS),
             _line(["---", *["---:"] * (len(STEP_HEADS) - 1)]),
             *(_line(_step_cells(report, m)) for m in report.measurements),
+            *_code(report),
             *(["", "Not measured:", *failures] if failures else []),
         ]
     ) + "\n"  # fmt: skip
@@ -142,3 +144,10 @@ def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
         f"{sum(m.wire_bytes.values()) / 1e6:,.0f}",
         f"{m.loss:.4f}",
     ]
+
+
+def _code(report: StepReport) -> Iterator[str]:
+    """Yield the lines of code that give rows: the fast recipe's, and the plain default's."""
+    lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
+    if lines:
+        yield from ("", "By one line of code, in addition to the optimizer's:", *lines)

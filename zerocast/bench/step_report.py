@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from zerocast.bench.report import Regression, grown, read_stored
+from zerocast.bench.variant import code_of
 
 SCHEMA = "step 2"
 LAST_LOSSES = 20
@@ -176,6 +177,7 @@ class StepReport:
                     "host_over_bf16": self.host_over_bf16(m),
                     "tokens_per_s": self.tokens_per_second(m),
                     "loss": m.loss,
+                    "code": code_of(m.row),
                     **asdict(m),
                 }
                 for m in self.measurements
@@ -218,6 +220,6 @@ class StepReport:
 
 
 def _measurement(line: Mapping[str, Any]) -> StepMeasurement:
-    derived = ("row", "ms", "over_bf16", "over_fsdp2_bf16", "host_over_bf16", "tokens_per_s", "loss", "profile")
+    derived = ("row", "ms", "over_bf16", "over_fsdp2_bf16", "host_over_bf16", "tokens_per_s", "loss", "code", "profile")
     profile = line["profile"] and Profile(**line["profile"])
     return StepMeasurement(**{name: value for name, value in line.items() if name not in derived}, profile=profile)

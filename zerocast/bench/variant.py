@@ -148,6 +148,21 @@ class StepRow:
         is_fast = self.variant.fp8_weight_gradients and self.mode == "compiled"
         return Recipe({WEIGHTS: self.variant.format}, fast=is_fast)
 
+    @property
+    def code(self) -> str | None:
+        """The line of code that gives this row, besides the optimizer: the fast recipe, or the
+        plain default. None for other rows.
+        """
+        call = {"fsdp2": "zerocast.fsdp2.prepare", "zero_adamw": "zerocast.quantize_"}.get(self.variant.host.name)
+        # Formats of other libraries are not recipes.
+        recipe = self.recipe if call else None
+        if recipe is None or self.variant.grad_wire or self.variant.has_8bit_moments:
+            return None
+        if not recipe.fast and (self.mode == "compiled" or self.variant.fp8_weight_gradients):
+            return None
+        fast = ", fast=True" if recipe.fast else ""
+        return f'{call}(model, zerocast.Recipe({{"{WEIGHTS}": "{self.variant.format}"}}{fast}))'
+
     def products(self) -> ExitStack:
         """Compute weight gradients as this row does, until the returned context ends. The fast
         recipe needs no setting.
@@ -313,6 +328,12 @@ def _all_variants() -> Iterator[Variant]:
 
 
 VARIANTS = tuple(_all_variants())
+
+
+def code_of(name: str) -> str | None:
+    """Return the `StepRow.code` of the row with this name."""
+    variant, _, mode = name.partition(" ")
+    return next((StepRow(known, mode).code for known in VARIANTS if known.name == variant), None)
 
 
 def select(patterns: tuple[str, ...], modes: tuple[str, ...]) -> list[StepRow]:
