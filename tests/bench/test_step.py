@@ -35,9 +35,9 @@ def ran(config: StepConfig) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "code"),
     {
-        "fsdp2:fp8_current+fp8_wgrad compiled": "zerocast.fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}, fast=True))",
-        "fsdp2:fp8_current eager": "zerocast.fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}))",
-        "zero_adamw:nvfp4 eager": "zerocast.quantize_(model, zerocast.Recipe({WEIGHTS: 'nvfp4'}))",
+        "fsdp2:fp8_current+fp8_wgrad compiled": "fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}, fast=True))",
+        "fsdp2:fp8_current eager": "fsdp2.prepare(model, zerocast.Recipe({WEIGHTS: 'fp8_current'}))",
+        "zero_adamw:nvfp4 eager": "quantize_(model, zerocast.Recipe({WEIGHTS: 'nvfp4'}))",
         "fsdp2:fp8_current compiled": None,
         "fsdp2:fp8_current+fp8_wgrad eager": None,
         "fsdp2:fp8_current+fp8_wire eager": None,
@@ -47,7 +47,9 @@ def ran(config: StepConfig) -> dict[str, Any]:
 )
 def test_the_fast_recipe_and_the_default_have_their_line_of_code(row: str, code: str | None) -> None:
     """Other rows take more than one line."""
-    assert variant.code_of(row) == (code and code.replace("WEIGHTS", f'"{variant.WEIGHTS}"').replace("'", '"'))
+    if code is not None:
+        code = "zerocast." + code.replace("WEIGHTS", f'"{variant.WEIGHTS}"').replace("'", '"')
+    assert variant.code_of(row) == code
 
 
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
