@@ -409,20 +409,6 @@ def dequantized(
     return out
 
 
-def _dequantize_fake(
-    backend: str,
-    format: str,
-    data: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    rows: int,
-    columns: int,
-    columnwise: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    return data.new_empty((rows, columns), dtype=dtype)
-
-
 def upcast_codes(
     backend: str,
     format: str,
@@ -525,7 +511,9 @@ dequantize = define(
     "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
     "ScalarType dtype) -> Tensor",
     dequantized,
-    _dequantize_fake,
+    lambda backend, fmt, data, scale_inv, amax, rows, columns, columnwise, dtype: data.new_empty(
+        (rows, columns), dtype=dtype
+    ),
 )
 upcast = define(
     "upcast",

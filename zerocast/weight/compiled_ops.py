@@ -48,31 +48,6 @@ def digest_of_sources(package: Path = PACKAGE) -> str:
     return digest.hexdigest()
 
 
-def _multiply(
-    operands: Sequence[Tensor],
-    columnwise: bool,
-    transposed: bool,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    path: str,
-    *weight: Any,
-) -> Tensor:
-    return gemm.PATHS[path].multiply(operands, StoredWeight(*weight), columnwise, transposed, bias, dtype)
-
-
-def _multiply_fake(
-    operands: Sequence[Tensor],
-    columnwise: bool,
-    transposed: bool,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    path: str,
-    shape: Sequence[int],
-    *weight: Any,
-) -> Tensor:
-    return operands[0].new_empty((*operands[0].shape[:-1], shape[columnwise != transposed]), dtype=dtype)
-
-
 def _operand(
     fmt: str,
     row_data: Tensor,
@@ -97,59 +72,28 @@ def _operand(
 
 
 def _operand_fake(
-    fmt: str,
-    row_data: Tensor,
-    row_scale: Tensor | None,
-    amax: Tensor | None,
-    rows: int,
-    columns: int,
-    columnwise: bool,
-    after: Tensor,
+    fmt: str, row_data: Tensor, row_scale: Tensor | None, amax: Tensor | None, *where: Any
 ) -> tuple[Tensor, Tensor]:
+    rows, columns, columnwise, _ = where
     if get_format(fmt).is_exact_in_fp8:
         return ops.upcast_fake(fmt, row_data, rows, columns, columnwise)
     return ops.transposed_fake("", fmt, row_data, row_scale, rows, columns)
 
 
-def _multiply_experts(
-    operands: Sequence[Tensor],
-    offs: Tensor | None,
-    columnwise: bool,
-    is_gradient: bool,
-    dtype: torch.dtype,
-    path: str,
-    *weight: Any,
-) -> Tensor:
-    return experts.multiply(path, operands, StoredWeight(*weight), offs, columnwise, is_gradient)
-
-
-def _multiply_experts_fake(
-    operands: Sequence[Tensor],
-    offs: Tensor | None,
-    columnwise: bool,
-    is_gradient: bool,
-    dtype: torch.dtype,
-    path: str,
-    shape: Sequence[int],
-    *weight: Any,
-) -> Tensor:
-    return operands[0].new_empty((*operands[0].shape[:-1], shape[2 if columnwise else 1]), dtype=dtype)
-
-
-def _experts_weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None, path: str) -> Tensor:
-    return gemm.EXPERTS[path].weight_gradient(left, right, offs)
-
-
-def _experts_weight_gradient_fake(left: Tensor, right: Tensor, offs: Tensor | None, path: str) -> Tensor:
-    count = left.shape[0] if offs is None else offs.shape[0]
-    return left.new_empty((count, left.shape[-1], right.shape[-1]))
+def _like(operands: Sequence[Tensor], features: int, dtype: torch.dtype) -> Tensor:
+    """Return uninitialized memory for a product of `operands` with so many features."""
+    return operands[0].new_empty((*operands[0].shape[:-1], features), dtype=dtype)
 
 
 ops.define(
     "multiply",
     f"(Tensor[] operands, bool columnwise, bool transposed, Tensor? bias, ScalarType dtype, str path, {_WEIGHT}) -> Tensor",
-    _multiply,
-    _multiply_fake,
+    lambda operands, columnwise, transposed, bias, dtype, path, *weight: gemm.PATHS[path].multiply(
+        operands, StoredWeight(*weight), columnwise, transposed, bias, dtype
+    ),
+    lambda operands, columnwise, transposed, _, dtype, path, shape, *rest: _like(
+        operands, shape[columnwise != transposed], dtype
+    ),
 )
 ops.define(
     "operand",
@@ -162,12 +106,18 @@ ops.define(
     "multiply_experts",
     "(Tensor[] operands, Tensor? offs, bool columnwise, bool is_gradient, ScalarType dtype, str path, "
     f"{_WEIGHT}) -> Tensor",
-    _multiply_experts,
-    _multiply_experts_fake,
+    lambda operands, offs, columnwise, is_gradient, dtype, path, *weight: experts.multiply(
+        path, operands, StoredWeight(*weight), offs, columnwise, is_gradient
+    ),
+    lambda operands, offs, columnwise, is_gradient, dtype, path, shape, *rest: _like(
+        operands, shape[2 if columnwise else 1], dtype
+    ),
 )
 ops.define(
     "experts_weight_gradient",
     "(Tensor left, Tensor right, Tensor? offs, str path) -> Tensor",
-    _experts_weight_gradient,
-    _experts_weight_gradient_fake,
+    lambda left, right, offs, path: gemm.EXPERTS[path].weight_gradient(left, right, offs),
+    lambda left, right, offs, path: left.new_empty(
+        (len(left if offs is None else offs), left.shape[-1], right.shape[-1])
+    ),
 )

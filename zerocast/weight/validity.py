@@ -424,13 +424,13 @@ def any_shared() -> bool:
 
 
 @contextlib.contextmanager
-def transaction_together(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
+def transaction_together(all_written: Iterable[Validity], what: str) -> Iterator[None]:
     """Mark the weights of several owners as being written by `what` while the context is open. If
     it raises, the weights of all of them are partial.
     """
     with contextlib.ExitStack() as stack:
         for validity in all_written:
-            stack.enter_context(validity.transaction(what, masters=masters))
+            stack.enter_context(validity.transaction(what))
         yield
 
 
