@@ -180,16 +180,6 @@ def test_masters_overlap_by_one_element() -> None:
     assert "from 100 on" in same_on_all(str(caught.value))
 
 
-@on_ranks(2)
-def test_ranks_disagree_about_an_option() -> None:
-    """A rank casts plain NVFP4, the other with the scales that are exact in FP8."""
-    rank = dist.get_rank()
-    weight = QuantizedWeight.empty((16, 16), ("nvfp4", "nvfp4:exact_in_fp8")[rank])
-    with pytest.raises(ValueError, match="on rank 0 and nvfp4:exact_in_fp8=True") as caught:
-        CastPlan([weight], [torch.ones(128)], [128 * rank])
-    same_on_all(str(caught.value))
-
-
 @pytest.mark.parametrize("arguments", [(None, [], []), ([], None, []), (5, 5, 5), (iter([]), [], [])])
 def test_no_lists(arguments: tuple[Any, Any, Any]) -> None:
     with pytest.raises(TypeError):

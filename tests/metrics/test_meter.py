@@ -16,6 +16,7 @@ from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.backends.ops import STAGES
 from zerocast.formats.layout import GradientMessage
 from zerocast.metrics import Meter, Sample, step_trace
+from zerocast.metrics.step_trace import Clock
 
 
 def train(trainer: Trainer, meter: Meter, steps: int) -> Iterator[Sample | None]:
@@ -91,6 +92,15 @@ def test_every_stage_of_a_cast_is_timed() -> None:
     of_products, of_gradients = {"dequantize", "upcast"}, {"quantize_gradient", "add_gradients"}
     timed = {name.removeprefix("zerocast::") for name in step_trace.STAGES if name.startswith("zerocast::")}
     assert timed == STAGES.keys() - of_products - of_gradients
+
+
+def test_marks_divide_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1.0, 1.5, 3.5, 4.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    clock = Clock(torch.device("cpu"))
+    for label in ("a", "b", "a", "end"):
+        clock.mark(label)
+    assert clock.milliseconds() == {"a": 1000.0, "b": 2000.0}
 
 
 def test_a_step_that_raises_leaves_no_mode_behind() -> None:
