@@ -113,6 +113,16 @@ def test_the_scale_of_a_host_is_read_and_never_written() -> None:
     assert list(delayed.state_dict()) == ["ours"]
 
 
+@flat
+def test_launches_do_not_grow_with_the_weights(flat: bool) -> None:
+    """Of weights in flat buffers; others take more."""
+    weights = [QuantizedWeight.empty((16, 16), FORMATS[0]) for _ in range(40)]
+    for name in ("scale", "amax_history") if flat else ():
+        into_flat_buffer(weights, name)
+    delayed = DelayedScaling({f"{i}": w.state.buffers for i, w in enumerate(weights)}, torch.device("cpu"))
+    assert (len(delayed._scales), len(delayed._histories)) == ((1, 1) if flat else (40, 40))
+
+
 def test_a_whole_value_is_scaled_by_the_amaxes_before_it() -> None:
     """As in every cast; only a weight that is made takes the scale of its first value."""
     layer, value = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
