@@ -131,7 +131,7 @@ def test_only_between_steps(case):
 
 @on_ranks(2)
 def test_not_within_a_pass():
-    """By a hook of a module, or of a gradient. A backward pass of an earlier forward pass: tests/hosts/test_matrix.py."""
+    """By a hook of a module, or of a gradient; then a backward pass of an earlier forward pass."""
     model, adam = started()
     models.train(model, adam, range(1), WIDTH)
     said: list[str] = []
@@ -141,10 +141,17 @@ def test_not_within_a_pass():
             zerocast.switch(model, recipe(TARGETS["bf16"]))
         said.append(str(caught.value))
 
-    model.blocks[1].register_forward_pre_hook(switches)
-    model.blocks[0][1].register_full_backward_hook(switches)
+    handles = [model.blocks[1].register_forward_pre_hook(switches)]
+    handles += [model.blocks[0][1].register_full_backward_hook(switches)]
     _loss(model).backward()
     assert len(said) == 2
+    for handle in handles:
+        handle.remove()
+    adam.zero_grad()
+    loss = _loss(model)
+    zerocast.switch(model, recipe(TARGETS["mixed"]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @on_ranks(2)
