@@ -33,13 +33,14 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerocast.distributed.row_shards import (
     UNIT,
+    InnerShards,
     RowsOfScales,
     ScaleRegion,
     ShardGeometry,
@@ -249,6 +250,18 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
     return index
 
 
+class InnerShardCodes(NamedTuple):
+    """The codes `name` of the weight at `weight_index`, `gathered` in `inner_shards`, which are
+    copied to a buffer `joined`.
+    """
+
+    weight_index: int
+    name: str
+    inner_shards: InnerShards
+    gathered: Tensor
+    joined: Buffer
+
+
 class GatheredMetadata:
     """The gathered `metadata` `[world, bytes]` of some weights, and the buffers that they fill.
     FSDP2 gives the same tensors memory at every gather.
@@ -281,10 +294,8 @@ class GatheredMetadata:
         # Buffers that are filled one at a time: index of the weight, region, and its metadata.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
-        # Codes in inner shards: index of the weight, name, shards, what is gathered, and the buffer
-        # that it is copied to.
         inner_codes = [
-            (weight_index, name, layout.geometry.inner_shards, gathered, joined)
+            InnerShardCodes(weight_index, name, layout.geometry.inner_shards, gathered, joined)
             for weight_index, layout in enumerate(layouts)
             for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False)
             if layout.geometry.inner_shards is not None
@@ -303,14 +314,14 @@ class GatheredMetadata:
             Buffer((sum(rows.rows for rows in of_length), row_bytes), "uint8")
             for row_bytes, of_length in by_length.items()
         ]
-        all_specs = [*(joined for *_, joined in inner_codes), *specs, *rows_of_length]
+        all_specs = [*(codes.joined for codes in inner_codes), *specs, *rows_of_length]
         memory, parts = side_by_side(all_specs, metadata.device)
         if all_specs:
             self.memory.append(memory)
-        for weight_index, name, inner_shards, gathered, _ in inner_codes:
-            buffer = self.buffers[weight_index][name] = next(parts)
-            self._copies_of_codes.append(inner_shards.copy_of_elements(buffer, gathered))
-        self.gathered_inner_codes = [gathered for *_, gathered, _ in inner_codes]
+        for codes in inner_codes:
+            buffer = self.buffers[codes.weight_index][codes.name] = next(parts)
+            self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
+        self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
         for (weight_index, region, own_metadata), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[weight_index][region.name] = buffer
