@@ -1,6 +1,7 @@
 """What a folder of checkpoints knows of runs: the branch that was saved last, whose optimizer saves, and extra values."""
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.workers import Ranks, in_a_process
+from tests.workers import Ranks, error_of, in_a_process, on_ranks
 from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import checkpoint
+from zerocast.fsdp2 import TrainingState
 from zerocast.optim import Checkpoints
 
 
@@ -313,3 +315,65 @@ def test_what_is_left_out_is_said(tmp_path: Path, caplog: Any) -> None:
     assert not [record for record in caplog.records if record.name.startswith("zerocast")]
     Checkpoints(tmp_path).load(ours)
     assert "also holds 3 frozen parameters and buffers that are not loaded" in caplog.text
+
+
+@pytest.mark.notices(
+    "a list or dict in `extra` changes while an asynchronous save writes it",
+    where="Checkpoints",
+    answer="the checkpoint has what it was when `save` was called",
+)
+def test_extra_values_that_change_during_a_save(tmp_path: Path) -> None:
+    ours, losses, nested = optimizer(), [1.0], {"epochs": [1]}
+    with Checkpoints(tmp_path, asynchronous=True) as checkpoints:
+        with mock.patch.object(checkpoint, "write", side_effect=_late(checkpoint.write)):
+            checkpoints.save(ours, 1, extra={"losses": losses, "nested": nested})
+            losses.append(2.0)
+            nested["epochs"].append(2)
+            checkpoints.wait()
+        extra: dict[str, Any] = {"losses": None, "nested": None}
+        checkpoints.load(ours, extra=extra)
+    assert extra == {"losses": [1.0], "nested": {"epochs": [1]}}
+
+
+def _late(write: Any) -> Any:
+    def later(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        write(*args, **kwargs)
+
+    return later
+
+
+@pytest.mark.notices(
+    "ranks pass different steps to `save` or `load`, or only some of them pass `model=`",
+    where="Checkpoints",
+    answer="raises on all ranks, nothing changed",
+)
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks(tmp_path: Path) -> None:
+    rank, model = dist.get_rank(), torch.nn.Linear(8, 8)
+    ours, checkpoints = ZeroAdamW(model.named_parameters()), Checkpoints(tmp_path)
+    given = model if rank else None
+    for step in (1, 2):
+        checkpoints.save(ours, step, model=model)
+    for call in (lambda: checkpoints.save(ours, 3, model=given), lambda: checkpoints.load(ours, model=given)):
+        assert "whether model= is passed is False on rank 0 and True on rank 1" in error_of(call)
+    assert "the step that is loaded is 1 on rank 0 and 2 on rank 1" in error_of(
+        lambda: checkpoints.load(ours, 1 + rank)
+    )
+    assert checkpoints.load(ours, model=model) == 2
+
+
+@pytest.mark.notices(
+    "a checkpoint has the moments of two optimizers, and is loaded into a TrainingState of one",
+    where="Checkpoints",
+    answer="logs the parameters whose moments are not loaded",
+)
+def test_moments_of_an_optimizer_that_is_not_passed(tmp_path: Path, caplog: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizers = [torch.optim.AdamW(layer.parameters()) for layer in model]
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(TrainingState(model, optimizers), 1)
+    checkpoints.load(TrainingState(model, optimizers))
+    assert "holds moments" not in caplog.text
+    checkpoints.load(TrainingState(model, optimizers[0]))
+    assert "also holds moments of 2 parameters that are not loaded, the first is 1.bias" in caplog.text

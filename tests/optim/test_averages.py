@@ -1,6 +1,10 @@
 """An average of the masters: FP32 arithmetic on unsharded masters, the bytes cast from it, and nothing of it in the training."""
 
 import copy
+import inspect
+import itertools
+import sys
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -29,7 +33,7 @@ from tests.optim.slow_gathers import slow_gathers
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
-from zerocast.optim import EMA
+from zerocast.optim import EMA, ema
 
 SKIPPED = 2  # a step whose gradients are not finite
 
@@ -195,6 +199,71 @@ def test_a_swap_that_dies_leaves_it_partial(leaving):
     optimizer.load_state_dict(state)
     averaged.ema.load_state_dict({"model": averaged.ema._averages.state.masters_of(averaged.ema._average)})
     averaged.check("loaded")
+
+
+def interrupted(call: Any, at: int) -> bool:
+    """The call with Ctrl-C as the function number `at` of those that swap begins or ends; False if it has fewer."""
+    count = itertools.count(1)
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_place = code.co_filename == ema.__file__ or code.co_name in ("transaction", "changed", "check_same_call")
+        # An error as a generator yields would leave it without its `finally`, which Ctrl-C does not.
+        is_end = event == "return" and not code.co_flags & inspect.CO_GENERATOR
+        if is_place and (event == "call" or is_end) and next(count) == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
+
+
+@pytest.mark.notices(
+    "Ctrl-C, or another exception, at any moment of a swap, or between a step and its average",
+    where="ZeroAdamW",
+    answer="the next step is right, or it raises until a state is loaded; the average misses no step",
+)
+def test_an_interrupted_swap():
+    """No step trains from an average."""
+    averaged = Averaged()
+    averaged.step(0)
+    optimizer = averaged.trainer.optimizer
+    state, average = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(averaged.ema.state_dict())
+
+    def evaluate() -> None:
+        with averaged.ema.swapped():
+            pass
+
+    said = set()
+    for at in itertools.count(1):
+        if not interrupted(evaluate, at):
+            break
+        said.add(refused := error_of(optimizer.state_dict).partition(" failed partway")[0])
+        if refused:
+            optimizer.load_state_dict(state)
+            averaged.ema.load_state_dict(average)
+        averaged.check(f"interrupted at place {at}")
+    assert at > 20
+    swaps = {f"InvalidWeights: swapping an average {way}" for way in ("in", "out")}
+    assert said == {"", *swaps}
+
+
+def test_a_step_that_is_interrupted_before_its_average():
+    averaged = Averaged()
+    averaged.trainer.backward(0)
+    with mock.patch.object(ZeroAdamW, "_finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        averaged.trainer.optimizer.step()
+    averaged.trainer.optimizer.zero_grad()
+    averaged.follow(0, ranks=1)
+    averaged.step(1)
+    averaged.check("a step later")
 
 
 def resumed(folder: str) -> None:

@@ -120,6 +120,24 @@ def test_shards_of_other_buckets_are_refused():
     casts.assert_same_bytes(snapshot(trainer), before)
 
 
+@pytest.mark.notices(
+    "a result of `state_dict()` is kept while steps change the tensors that it has views of, and then loaded",
+    where="ZeroAdamW",
+    answer="raises on all ranks, nothing changed",
+)
+@on_ranks(0, 2)
+def test_a_state_that_was_kept_during_steps():
+    trainer = Trainer(Run())
+    trainer.train(range(1))
+    kept = trainer.optimizer.state_dict()
+    trainer.optimizer.load_state_dict(kept)
+    trainer.train(range(1, 3))
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match=r"the state is that of step 1, but its tensors are views .* of step 3"):
+        trainer.optimizer.load_state_dict(kept)
+    casts.assert_same_bytes(snapshot(trainer), before)
+
+
 @on_ranks(0, 2)
 def test_state_of_another_optimizer():
     """From one optimizer to another that cuts alike, in memory, and a whole tensor where a shard could be."""

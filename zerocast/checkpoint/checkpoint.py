@@ -7,6 +7,7 @@ loading runs no code from them. Any number of ranks can load what any other numb
 tools read the files as plain tensors.
 """
 
+import copy
 import dataclasses
 import logging
 import operator
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 UNNUMBERED: Any = object()
 # The name of the call in the error that is raised if ranks make different calls.
 SAVES = "saves a checkpoint"
+# A setting that ranks compare: else some of them would lose or keep their buffers.
+MODEL_IS_PASSED = "whether model= is passed"
 
 
 def save(
@@ -121,10 +124,10 @@ def read(
         *_unknown_parameters(saved, known | {*manifest.frozen}),
         *_unknown_moments(_moments_of(saved), state["optim"]["state"]),
     ]
-    _raise_unfit(path, problems, group)
+    _raise_unfit(path, problems, group, {MODEL_IS_PASSED: model is not None})
 
     _check_values(optimizer, state, reader, metadata, path, group)
-    _log_unread(path, saved, manifest, known, untrained, group)
+    _log_unread(path, saved, manifest, known, untrained, state["optim"]["state"], group)
 
     with optimizer.overwriting(), torch.no_grad():
         torch_checkpoint.load_masters(_merged(state, untrained_state, extra_state), reader, group, str(path))
@@ -215,7 +218,6 @@ def contents_of(
     rank is raised on all.
     """
     group = group_of(optimizer)
-    extra = dict(extra or {})
     problem = None
     step_number = None
     state: dict[str, Any] = {}
@@ -223,13 +225,19 @@ def contents_of(
     try:
         step_number = None if step is UNNUMBERED else _checked_step(step)
         extras.check(extra)
+        # An asynchronous save writes them later, when the caller may have changed its lists.
+        extra = {
+            name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in (extra or {}).items()
+        }
         state = optimizer.state_dict()
         optimizer.check_numbers(state)
         untrained = Untrained.collect(optimizer, model, state["model"])
         untrained.check()
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    validate_across_ranks(group, [], problem, SAVES, {"the step that is saved": step_number})
+    settings = {"the step that is saved": step_number, MODEL_IS_PASSED: model is not None}
+    validate_across_ranks(group, [], problem, SAVES, settings)
+    extra = extra or {}
     untrained.log_left_out(optimizer, group.rank)
     values, values_of_ranks = extras.values_of(extra, group, SAVES)
     extra_tensors = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
@@ -363,16 +371,26 @@ def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
     ]
 
 
-def _raise_unfit(path: Location, problems: list[str], group: Group) -> None:
-    """Raise ValueError on every rank if any rank has problems. Collective."""
+def _raise_unfit(
+    path: Location, problems: list[str], group: Group, settings: Mapping[str, object] | None = None
+) -> None:
+    """Raise ValueError on every rank if any rank has problems or settings differ. Collective."""
     error = ValueError(f"{path} does not fit this optimizer: {first_of(problems, '; ')}") if problems else None
-    validate_across_ranks(group, [], error, LOADS)
+    validate_across_ranks(group, [], error, LOADS, settings)
 
 
 def _log_unread(
-    path: Location, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
+    path: Location,
+    saved: Mapping[str, Any],
+    manifest: Manifest,
+    known: set[str],
+    untrained: Untrained,
+    state: Mapping[str, Any],
+    group: Group,
 ) -> None:
-    """Log frozen parameters and buffers of the checkpoint that are not loaded."""
+    """Log frozen parameters, buffers, and moments of the checkpoint that are not loaded. `state`
+    are the moments that are, keyed by parameter.
+    """
     unread = [name for name in manifest.frozen if name not in known]
     buffers = {name.split(".", 1)[1] for name in saved if name.startswith(f"{BUFFERS}.")}
     unread += sorted(buffers - {*untrained.buffers})
@@ -382,6 +400,14 @@ def _log_unread(
             path,
             len(unread),
             unread[0],
+        )
+    others = sorted({*_moments_of(saved)} - {*state})
+    if others and group.rank == 0:
+        logger.warning(
+            "%s also holds moments of %d parameters that are not loaded, the first is %s: no optimizer that was passed trains it",
+            path,
+            len(others),
+            others[0],
         )
 
 

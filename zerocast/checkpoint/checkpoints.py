@@ -37,7 +37,7 @@ from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, mark_incomplete
 from zerocast.checkpoint.writer import NoLease, WriterLease
-from zerocast.distributed.agreement import from_rank_0
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
 
 logger = logging.getLogger(__name__)
@@ -188,6 +188,7 @@ class Checkpoints:
         paths: dict[int, Location] = from_rank_0(
             group, lambda: {step: self.path(step) for step in self._steps()}, LOADS
         )
+        validate_across_ranks(group, [], None, LOADS, {"the step that is loaded": step})
         if not paths or (step is not None and step not in paths):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(paths) or 'none'}")

@@ -60,6 +60,9 @@ class EMA:
         self._average = self._averages.masters.clone()
         # The count of steps taken before the current step.
         self._count = self._averages.count.clone()
+        # True from the beginning of a step until the average has followed it. Ctrl-C between the
+        # step and the average leaves it True.
+        self._is_behind = False
         # True if the optimizer has loaded masters that differ from the averaged ones.
         self._outdated = False
         # True if the average was loaded and the masters were not yet.
@@ -87,12 +90,14 @@ class EMA:
         self._check_current()
         self._loaded = False
         self._count.copy_(self._averages.count)
+        self._is_behind = True
         return f", averaged by {self._decay:.9g} since reset {self._resets}"
 
     def after_step(self) -> None:
         """Called after a step. Only the device knows if it was skipped."""
         taken = self._averages.count != self._count
         self._average.lerp_(self._averages.masters, taken.float().mul_(1 - self._decay).view(()))
+        self._is_behind = False
 
     def masters_loaded(self) -> None:
         """Called after masters were loaded. An average that was loaded just before belongs to
@@ -100,6 +105,7 @@ class EMA:
         """
         self._outdated = self._outdated or not self._loaded
         self._loaded = False
+        self._is_behind = False
 
     def masters_added(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
         """Called after parameters were added to the optimizer, whose averages `averages` then are.
@@ -115,6 +121,7 @@ class EMA:
         self._averages.check_not_swapped(Use.LOAD)
         self._average.copy_(self._averages.masters)
         self._resets += 1
+        self._is_behind = False
         self._outdated = False
         self._loaded = False
 
@@ -157,11 +164,18 @@ class EMA:
         # If the optimizer has already loaded its masters, the average belongs to these. If not, it
         # belongs to the masters that the optimizer loads next.
         self._loaded = not self._outdated
+        self._is_behind = False
         self._outdated = False
 
     def _check_current(self) -> None:
+        """Raise RuntimeError for an average of other masters. If the last step was interrupted
+        after it, and before the average had followed, let it follow now.
+        """
         if self._outdated:
             raise RuntimeError(OUTDATED)
+        if self._is_behind and not self._averages.is_partial:
+            with torch.no_grad():
+                self.after_step()
 
     def _exchange(self) -> None:
         """Exchange masters and average without allocating memory. If this is interrupted, both must
@@ -202,6 +216,11 @@ class Averages:
         self._all: weakref.WeakSet[EMA] = weakref.WeakSet()
         # True while one of them is swapped in.
         self._swapped = False
+
+    @property
+    def is_partial(self) -> bool:
+        """True after a write of the masters that failed partway."""
+        return self._driver.plan.validity.partial is not None
 
     def add(self, average: EMA) -> None:
         """Register an average, so that the optimizer calls its methods."""
@@ -258,23 +277,34 @@ class Averages:
         if self._driver.plan.problem is not None:
             self._driver.join_collectives("swapping an average in", StepCollectives())
         version = validity.version
-        with torch.no_grad(), validity.transaction("swapping an average in"):
-            exchange()
-            try:
-                self._driver.refresh()
-            except BaseException:
-                exchange()
-                raise
-        validity.changed()
-        self._swapped = True
-        self._reducer.refusal = BACKWARD
+        # An exception at any moment swaps the average out again, or leaves everything partial, so
+        # that nothing trains from it.
         try:
+            with torch.no_grad(), validity.transaction("swapping an average in"):
+                exchange()
+                try:
+                    self._driver.refresh()
+                except BaseException:
+                    exchange()
+                    raise
+                self._swapped = True
+            validity.changed()
+            self._reducer.refusal = BACKWARD
             yield
         finally:
-            self._swapped = False
-            self._reducer.refusal = ""
-            self._reducer.check_same_call("swaps an average out")
-            with torch.no_grad(), validity.transaction("swapping an average out"):
-                exchange()
-                self._driver.refresh()
-            validity.version = version
+            if self._swapped:
+                try:
+                    self._swap_out(exchange)
+                except BaseException:
+                    validity.broke_off("swapping an average out")
+                    raise
+                finally:
+                    self._swapped = False
+                validity.version = version
+
+    def _swap_out(self, exchange: Callable[[], None]) -> None:
+        self._reducer.refusal = ""
+        self._reducer.check_same_call("swaps an average out")
+        with torch.no_grad(), self._driver.plan.validity.transaction("swapping an average out"):
+            exchange()
+            self._driver.refresh()

@@ -507,7 +507,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return masters, moments, step, hyperparameters and delayed scales keyed by parameter name
-        (`zerocast.optim.state`).
+        (`zerocast.optim.state`). Tensors are views that the next step changes.
 
         Save it with torch.distributed.checkpoint, which then loads in place, or on one rank with
         torch.save. Raises RuntimeError after a step that failed partway, whose masters and moments
