@@ -51,6 +51,7 @@ def test_what_the_op_has_to_do() -> None:
         assert not reduction.lay_out([rows], 1, 2, out=memory)
         assert not reduction.lay_out([torch.ones(3, 8)], 0, 2, out=memory)
         assert not reduction.lay_out([rows.half()], 0, 2, out=memory)
+        assert not reduction.lay_out([rows[:2], rows[2:].bfloat16()], 0, 2, out=memory)
         assert not reduction.lay_out([rows], 0, 2, out=memory.bfloat16())
         assert memory.isnan().all()
         assert reduction.lay_out([rows.bfloat16()], 0, 2, out=memory)

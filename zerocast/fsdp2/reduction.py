@@ -16,6 +16,9 @@ from torch import Tensor
 
 from zerocast import backends
 
+# torch 2.15 calls the second one, which also takes gradients of several dtypes.
+CHUNK_CATS = ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
+
 
 class ReductionInput(Tensor):
     """Memory that `fsdp::chunk_cat` fills by `lay_out`. To all other ops it is a plain tensor."""
@@ -27,19 +30,21 @@ class ReductionInput(Tensor):
         """Run an op. FSDP2 asks for a view by ranks, which is of this class as well."""
         kwargs = kwargs or {}
         with torch._C._DisableTorchDispatch():
-            if func is torch.ops.fsdp.chunk_cat.default and lay_out(*args, **kwargs):
+            if func.name() in CHUNK_CATS and lay_out(*args, **kwargs):
                 return None
             result = func(*args, **kwargs)
         return result.as_subclass(cls) if func is torch.ops.aten.view.default else result
 
 
 def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """Lay out gradients as `fsdp::chunk_cat` does with these arguments, if the backend can.
-    Otherwise return False: where rows are left over, for which the op adds zeros, and for dtypes
-    other than FP32 and bf16.
+    """Lay out gradients as the op does with these arguments, if the backend can.
+    Otherwise return False: where rows are left over, for which the op adds zeros, for gradients of
+    several dtypes, and for dtypes other than FP32 and bf16.
     """
     dtype = gradients[0].dtype
     if dim or dtype not in (torch.bfloat16, torch.float32) or out.dtype not in (dtype, torch.float32):
+        return False
+    if any(gradient.dtype != dtype for gradient in gradients):
         return False
     kernel = getattr(backends.load(backends.choose(out.device)), "lay_out", None)
     if kernel is None or any(gradient.shape[0] % num_chunks for gradient in gradients):

@@ -266,6 +266,8 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.transpose: transpose,
     torch.Tensor.transpose: transpose,
     torch.Tensor.mT.__get__: lambda weight: weight.transposed(),  # type: ignore[attr-defined]
+    # What the compiler of torch 2.15 makes of it.
+    torch.ops.aten.mT: lambda weight: weight.transposed(),
     torch.bmm: bmm,
     torch.Tensor.bmm: bmm,
     torch.select: select,

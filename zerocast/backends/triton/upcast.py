@@ -120,7 +120,9 @@ def _store_scales(
         last = (rows + HEIGHT - 1) // HEIGHT - 1
     k = tl.arange(0, 4)
     bits = decode_e8m0(largest) * as_f32(largest * 0 + ((127 - UPCAST_EXPONENT) << 23))
-    mask = (k == 0) | ((column == last) & (column + k < width))
+    # A comparison of scalars is no mask: the interpreter of Triton 3.9 makes integers of it.
+    end = tl.where(column == last, width, 0)
+    mask = (k == 0) | (column + k < end)
     tl.store(at.to(tl.pointer_type(tl.float32)) + row * width + column + k, tl.where(k == 0, bits, 1.0), mask=mask)
 
 
