@@ -52,7 +52,7 @@ def test_skips_and_histories(world: int, seed: int) -> None:
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
 def test_shard_storage_of_the_caller(fmt: str) -> None:
     """Of elements [33, 700), in two directions for mxfp8: the bytes of masters on the device, and no other, where the storage
-    lies at the cast.
+    is at the cast.
     """
     master, found = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1)[33:700].clone(), []
     for on_host in (True, False):

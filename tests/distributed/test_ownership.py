@@ -92,7 +92,7 @@ def overlap_and_gap(passed: Passed) -> None:
 
 
 def everything_everywhere(passed: Passed) -> None:
-    """On all ranks."""
+    """Every rank claims all elements of every weight."""
     passed.spans = [(0, one.numel()) for one in passed.weights]
 
 

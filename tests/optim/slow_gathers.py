@@ -24,7 +24,7 @@ class Slow:
 
 @contextlib.contextmanager
 def slow_gathers(seconds: float = 0.0, failures: list[int] | None = None) -> Iterator[list[int]]:
-    """Within, asynchronous all-gathers land when waited for, so many seconds after somebody began to; gives the bytes of those that
+    """Within, asynchronous all-gathers land when waited for, so many seconds after the wait began; gives the bytes of those that
     have. The first waits fail, one for each of the `failures`, which may be added later.
     """
     gather = Group.all_gather_into

@@ -48,7 +48,7 @@ def packed(whole: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
 
 def exchanged(named: Named, costs: dict[str, int], limit: int, ranks: int) -> None:
     """Every owner gets its matrices, in order and unchanged; the most that is sent is what is planned. Gradients are reduced in
-    buckets of the usual size, whatever the number of ranks is.
+    buckets of the usual size, for any number of ranks.
     """
     layout = lay_out(named, limit, ranks, None, costs)
     whole = {
@@ -131,7 +131,7 @@ def test_a_step_holds_a_round_beside_the_shard(world: int, bucket_layers: int) -
     exchange, step = (max(found) - before for found in levels.values())
     round_ = bucket_layers * LAYER
     assert round_ < LAYERS // world * LAYER, "a shard would be no more"
-    assert round_ - SMALL <= exchange <= 2 * round_ + SMALL  # what lies end to end is sent from there
+    assert round_ - SMALL <= exchange <= 2 * round_ + SMALL  # neighbours are sent without a copy
     joined = (bucket_layers > 1) * LAYER  # whose parts arrive among those of others
     assert step <= round_ + joined + 3 * LAYER + SMALL
 

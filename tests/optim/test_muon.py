@@ -235,7 +235,7 @@ def test_balance(world: int) -> None:
             loads[owner] += costs[slot.name]
         parts = [after - then for after, then in zip(loads, before, strict=True)]
         farthest = max(farthest, max(parts) - min(parts))
-    assert max(loads) - min(loads) <= farthest  # whatever the number of buckets is
+    assert max(loads) - min(loads) <= farthest  # for any number of buckets
     assert sum(loads) == sum(costs.values())
     assert {slot.name for bucket in buckets for slot in bucket.slots} == costs.keys()
     # the optimum is no less than the mean, nor than what the rank does that has ceil(matrices / ranks) of the largest

@@ -1,4 +1,4 @@
-"""What trainers on one rank answer to misuse. What they answer to gradients that nobody would reduce: `unreduced.py`."""
+"""What trainers on one rank answer to misuse. What they answer to gradients that are not reduced: `unreduced.py`."""
 
 from pathlib import Path
 

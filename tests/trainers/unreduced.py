@@ -1,4 +1,4 @@
-"""What trainers answer on several ranks to gradients that nobody would reduce: `-m tests.trainers.unreduced TRAINER REPORT` writes
+"""What trainers answer on several ranks to gradients that are not reduced: `-m tests.trainers.unreduced TRAINER REPORT` writes
 (what was said, what was expected) for each rank.
 """
 

@@ -12,7 +12,7 @@ from zerocast.checkpoint.hashed_files import HashedFiles
 
 
 class StoreFiles(FileSystem):
-    """Files of a store."""
+    """The files of a checkpoint below a URL, which fsspec opens."""
 
     def init_path(self, path: str | os.PathLike[str], **options: Any) -> str:
         """Open the file system of a URL; the path in it, since not all of them take a URL."""

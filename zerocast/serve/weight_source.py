@@ -295,7 +295,7 @@ class LazyTensors:
         yield from ([(name, self.make(name))] for name in self.shapes)
 
 
-# The weights of a run that continues training, and whatever an export reads.
+# The weights of a run that continues training; and everything that an export can read.
 LiveSource = WholeWeights | ShardedModel
 WeightSource = LiveSource | LazyTensors
 
