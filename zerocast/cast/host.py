@@ -1,11 +1,11 @@
-"""Driver: the casts of a training framework (a host). Host: the facts by which one is driven.
+"""CastDriver: the casts of a training framework (a host). Host: the facts by which one is driven.
 
-A Driver casts after a step, or from masters that were written by hand, gathers, finds masters that
-were moved, and shows the masters to `zerocast.verify`. ZeroAdamW, Megatron, Apex and the callers of
-TransformerEngine own FP32 masters and the buffers that are gathered. Each of them is a Host, which
-says who writes the weights, which part of its weight each master is, which ranks share masters, and
-how bytes are gathered, and its Driver is a CastDriver. FSDP2 shards and gathers parameters itself,
-so its Driver has a different plan (`zerocast.fsdp2.plan`).
+A CastDriver casts after a step, or from masters that were written by hand, gathers, finds masters
+that were moved, and shows the masters to `zerocast.verify`. ZeroAdamW, Megatron, Apex and the
+callers of TransformerEngine own FP32 masters and the buffers that are gathered. Each of them is a
+Host, which says who writes the weights, which part of its weight each master is, which ranks share
+masters, and how bytes are gathered. FSDP2 shards and gathers parameters itself, so its casts have a
+plan and a manager of their own (`zerocast.fsdp2.manager`).
 """
 
 import abc
@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from zerocast.cast.cpu_masters import write_rounded
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import ShardData
-from zerocast.cast.plan import CastPlan, Plan
+from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import Group
 from zerocast.formats import get_format
 from zerocast.formats.layout import Span
@@ -31,8 +31,6 @@ from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
-
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 class Gather(abc.ABC):
@@ -153,72 +151,13 @@ class Host:
     is_saved_by_autograd: bool = True
 
 
-class Driver(Generic[AnyPlan]):
-    """The casts of a host by a plan. ZeroAdamW, FSDP2, Megatron and all others cast by this code.
-
-    Attributes:
-        plan: the plan of the casts, for as long as this object lives.
-    """
-
-    def __init__(self, plan: AnyPlan) -> None:
-        self.plan = plan
-        # True if the last cast has raised, which it does on all ranks.
-        self._has_raised = False
-
-    @torch.no_grad()
-    def cast(self, *, repeat: bool = False) -> None:
-        """Cast the masters as they are now; the host gathers the bytes. Collective.
-
-        With `repeat` delayed scaling does not move on.
-        """
-        self._cast(self._find, repeat)
-
-    def ready(self, detail: str = "", problem: Exception | None = None) -> None:
-        """Prepare a cast: find weights and masters where they are now. A problem of this rank is
-        raised by the cast, on every rank (`Plan.ready`).
-        """
-        self.plan.ready(detail, self._find, problem)
-
-    def refuse(self, problem: Exception) -> None:
-        """Take part in a cast that the other ranks make, so that they raise the problem of this
-        rank. Does nothing if that cast has raised here.
-        """
-        if not self._has_raised:
-            # The caller raises the problem.
-            with contextlib.suppress(Exception):
-                self._has_raised = True
-                self.ready(problem=problem)
-                self.plan.run()
-
-    def master_views(self) -> Iterator[MasterViews]:
-        """Yield the masters of all parameters, for `zerocast.verify`. Collective."""
-        self.follow_masters()
-        yield from self.plan.master_views()
-
-    def follow_masters(self) -> None:
-        """Give the plan the current memory of masters that it cannot find by itself."""
-
-    def finish_cast(self, repeat: bool) -> None:
-        """Do the framework's part after each cast."""
-
-    def _find(self) -> None:
-        """Find masters and weights where they are now, before a cast."""
-        self.follow_masters()
-
-    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
-        self._has_raised = True
-        self.plan.ready(find=find)
-        self.plan.run(repeat=repeat, gather=gather)
-        self._has_raised = False
-        self.finish_cast(repeat)
-
-
-class CastDriver(Driver[CastPlan]):
+class CastDriver:
     """The casts of one Host.
 
     Building it is collective: an error on one rank raises on all.
 
     Attributes:
+        plan: the plan of the casts, for as long as this object lives.
         host: the facts. A switch of formats replaces them (`rebuild`).
         gather: all-gathers the bytes of a cast. Replaced with the facts.
         claim: the host's claim on the weights, for as long as this object lives. None for a host
@@ -230,7 +169,7 @@ class CastDriver(Driver[CastPlan]):
         self._flatten_delayed_scaling()
         flat = [_flat(master) for master in host.masters]
         self._note_flat(flat)
-        plan = CastPlan(
+        self.plan = CastPlan(
             host.weights,
             flat,
             host.starts,
@@ -244,7 +183,8 @@ class CastDriver(Driver[CastPlan]):
             claim=host.claim,
             raises_together=host.raises_together,
         )
-        super().__init__(plan)
+        # True if the last cast has raised, which it does on all ranks.
+        self._has_raised = False
         self.gather = host.gather
         self.plan.validity.owner = weakref.ref(self)
         self.claim = host.claim
@@ -260,9 +200,17 @@ class CastDriver(Driver[CastPlan]):
         self._plain_on_cpu = [pair for pair in plain if pair[0].device != pair[1].device]
         self._watch_masters()
 
+    @torch.no_grad()
+    def cast(self, *, repeat: bool = False) -> None:
+        """Cast the masters as they are now; the host gathers the bytes. Collective.
+
+        With `repeat` delayed scaling does not move on.
+        """
+        self._cast(self.gather.prepare, repeat)
+
     def after_step(self) -> None:
         """Cast and gather, for a host that does not gather by itself. Collective."""
-        self._cast_and_gather(self._find, repeat=False)
+        self._cast_and_gather(self.gather.prepare, repeat=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -271,7 +219,24 @@ class CastDriver(Driver[CastPlan]):
         This completes weights that a cast or a gather left partial. It does not help after a step
         that failed partway, whose masters are partly old: a host checks for that first.
         """
-        self._cast_and_gather(self._reclaim, repeat=True)
+        self._cast_and_gather(self.gather.reclaim, repeat=True)
+
+    def ready(self, detail: str = "", problem: Exception | None = None) -> None:
+        """Prepare a cast: find weights and masters where they are now. A problem of this rank is
+        raised by the cast, on every rank (`Plan.ready`).
+        """
+        self.plan.ready(detail, functools.partial(self._find, self.gather.prepare), problem)
+
+    def refuse(self, problem: Exception) -> None:
+        """Take part in a cast that the other ranks make, so that they raise the problem of this
+        rank. Does nothing if that cast has raised here.
+        """
+        if not self._has_raised:
+            # The caller raises the problem.
+            with contextlib.suppress(Exception):
+                self._has_raised = True
+                self.ready(problem=problem)
+                self.plan.run()
 
     def step(self, launch: Callable[[], None], step_collectives: "StepCollectives") -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
@@ -335,7 +300,8 @@ class CastDriver(Driver[CastPlan]):
         Bytes that the host still has to gather are gathered first.
         """
         self.gather.complete()
-        (source,) = super().master_views()
+        self.follow_masters()
+        (source,) = self.plan.master_views()
         live_weight = self.host.live_weight
         masters, problem = source.masters, source.problem
         try:
@@ -347,21 +313,19 @@ class CastDriver(Driver[CastPlan]):
             problem = problem or error
         yield dataclasses.replace(source, masters=masters, problem=problem)
 
-    def _find(self) -> None:
-        self.gather.prepare()
-        self.follow_masters()
-
-    def _reclaim(self) -> None:
-        self.gather.reclaim()
-        self.follow_masters()
-
-    def _cast_and_gather(self, find: Callable[[], None], repeat: bool) -> None:
+    def _cast_and_gather(self, prepare: Callable[[], None], repeat: bool) -> None:
         with self.plan.validity.transaction("a cast", masters=False):
-            self._cast(find, repeat, functools.partial(self.gather.start, self.plan))
+            self._cast(prepare, repeat, functools.partial(self.gather.start, self.plan))
             self.gather.start(self.plan)
 
-    def finish_cast(self, repeat: bool) -> None:
-        """Notify autograd of the changed weights, and round the masters of plain parameters."""
+    def _cast(self, prepare: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
+        """Cast, notify autograd of the changed weights, and round the masters of plain
+        parameters.
+        """
+        self._has_raised = True
+        self.plan.ready(find=functools.partial(self._find, prepare))
+        self.plan.run(repeat=repeat, gather=gather)
+        self._has_raised = False
         # The optimizers of a host step together, so all weights have changed.
         self.plan.validity.changed()
         if self.host.is_saved_by_autograd:
@@ -371,6 +335,11 @@ class CastDriver(Driver[CastPlan]):
             torch._foreach_copy_(rounded, masters)
         for on_device, master in self._plain_on_cpu:
             write_rounded(master, on_device)
+
+    def _find(self, prepare: Callable[[], None]) -> None:
+        """Find weights and masters where they are now. `prepare` prepares the gather."""
+        prepare()
+        self.follow_masters()
 
     def _flatten_delayed_scaling(self) -> None:
         """Move all scales into one buffer and all histories into another, so that an update of all

@@ -707,7 +707,7 @@ class CapturableFusedStep(CapturableStep):
         for manager in managers:
             manager.before_captured_step(self._optimizer)
         for manager in managers:
-            manager.ready("takes a captured step")
+            manager.plan.ready("takes a captured step")
             if manager.plan.problem is not None:
                 try:
                     self._optimizer.refuse(manager.plan.problem)

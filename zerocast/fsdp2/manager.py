@@ -1,4 +1,4 @@
-"""CastManager decides when the prepared weights of a model are cast. It is FSDP2's Driver.
+"""CastManager decides when the prepared weights of a model are cast.
 
 An optimizer step makes a cast due on every rank. The next gather is a collective, so it comes on
 every rank, and casts all weights first, however many optimizers stepped. Only one rank knows of any
@@ -9,7 +9,7 @@ the reports of all: if all were written to, all cast and gather again. If only s
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.cast.host import Driver
 from zerocast.cast.switch import SwitchPart
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
@@ -25,6 +24,7 @@ from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.plan import ShardPlan
 from zerocast.fsdp2.weight import LOAD, FSDPWeight
 from zerocast.optim.untrained_checks import COMPARED_AFTER
+from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity, changed_together
 
@@ -42,7 +42,7 @@ def validity_of(owner: nn.Module | Optimizer) -> Validity:
     return _validities[owner]
 
 
-class CastManager(Driver[ShardPlan]):
+class CastManager:
     """The casts of `model`, whose prepared weights are cast together.
 
     Args:
@@ -51,6 +51,7 @@ class CastManager(Driver[ShardPlan]):
         sizes: the number of elements of each prepared weight, keyed by name.
 
     Attributes:
+        plan: the plan of the casts, for as long as this object lives.
         memory: the memory of the shards of masters that FSDP2 allocates.
         measuring: the optimizers whose steps leave amaxes in the cast groups.
     """
@@ -63,7 +64,7 @@ class CastManager(Driver[ShardPlan]):
         plain: Sequence[str] = (),
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(ShardPlan(model, weight_mesh, keep_codes))
+        self.plan = ShardPlan(model, weight_mesh, keep_codes)
         self._plain = plain
         self.memory = MasterMemory(sizes or {})
         # The number of casts that followed an optimizer step, and that number at the last
@@ -131,6 +132,17 @@ class CastManager(Driver[ShardPlan]):
                 stacklevel=2,
             )
 
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast the masters as they are now. Collective.
+
+        Delayed scaling moves on only if an optimizer has stepped.
+        """
+        repeat = not self._stepped
+        self.plan.ready()
+        self.plan.run(repeat=repeat)
+        self.finish_cast(repeat)
+
     def before_gather(self) -> None:
         """Cast if that is due. Called before each gather.
 
@@ -139,7 +151,7 @@ class CastManager(Driver[ShardPlan]):
         """
         if self._is_due and not self.plan.param_groups.step_goes_on:
             self.plan.status.next_step()
-            self.cast(repeat=not self._stepped)
+            self.cast()
             return
         self.plan.check_same_call("gathers")
         if not self.plan.cast_groups:
@@ -154,7 +166,7 @@ class CastManager(Driver[ShardPlan]):
         bytes of later gathers on another stream.
         """
         with self.plan.single_replica_cast():
-            self.cast(repeat=not self._stepped)
+            self.cast()
         self.plan.synchronize()
 
     def finish_cast(self, repeat: bool) -> None:
@@ -310,6 +322,10 @@ class CastManager(Driver[ShardPlan]):
                 group.gather_again()
 
     # -- verification
+
+    def master_views(self) -> Iterable[MasterViews]:
+        """Return the masters with their weights, for `zerocast.verify`. Collective."""
+        return self.plan.master_views()
 
     def verify_every(self, steps: int) -> None:
         """Cast if that is due, and verify after every `steps` optimizer steps.
