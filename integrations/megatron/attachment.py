@@ -1,292 +1,39 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer after its step.
 
-`attach` replaces methods of instances, from top to bottom, so that a method that is named twice is
-wrapped twice. Everything depends on the first: Megatron's step calls it after the inner step.
-
-    each distributed optimizer inside `optimizer`
-      _copy_main_params_to_model...   is the cast; then Megatron starts the gathers
-      _copy_model_params_to_main...,  read masters from the model, then cast and gather
-        reload_model_params
-      state_dict, restore_from_cpu    under CPU offload: drops settings; leaves offloaded moments
-      offload_to_cpu                  also drops references to the masters' device memory
-      sharded_state_dict,             also save and load the state of delayed scaling
-        load_state_dict
-    each bucket group
-      start_param_sync,               make columnwise copies when the bytes have arrived, one thread
-        finish_param_sync             at a time
-      _post_param_sync                does nothing: the copies of TransformerEngine's tensors exist
-    each distributed optimizer that saves shards
-      _set_main_param_and_...,        keep step numbers; moments are saved without their scale
-        _get_main_param_and_...
-      sharded_state_dict              corrects offsets in `fully_reshardable` checkpoints
-    `optimizer` and each distributed optimizer
-      step_with_ready_grads           an exception in it leaves the weights partial, and is raised
-                                      on all ranks that share masters
-      step, state_dict, save_...      raise unless the weights are valid for it
-      sharded_state_dict              raises as well, or prepares the template of a load
-      load_...                        also cast and gather the loaded masters
-    each model chunk
-      sharded_state_dict              entries raise if saved or loaded without `dequantize_`
-      hooks of modules                cast loaded values; check weights before a forward pass
+`attach` validates the settings of the host (`validate.py`), finds the masters that this rank owns,
+their weights and the bucket groups that gather these (`shards.py`), lets ranks agree on them, makes
+a plan of casts for each group of ranks that share masters, and replaces methods of the host
+(`hooks.py`), which `detach` gives back.
 
 Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
 """
 
-import itertools
-import weakref
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.host import CastDriver, Host
-from zerocast.distributed.agreement import validate_across_ranks
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.distributed.agreement import together
+from zerocast.integrations.patches import Patches
 from zerocast.verification.master_views import MasterViews
-from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use, debugging
 
-from . import host, offload, optimizer_kinds, unattached
-from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
+from . import hooks, host, offload, unattached
 from .gathers import GatherLock, Gathers
-from .guard import MethodGuard, followed_by, raising_on_all
-from .primary import TETensors, check_before_forward, is_primary
-from .shards import OwnedShare, bytes_not_sent, collect, elements_without_owner, read_masters
-from .validate import has_stepped, validate
+from .guard import MethodGuard
+from .hooks import AttachedShare
+from .primary import TETensors, is_primary
+from .shards import OwnedShare, agree, collect
+from .validate import validate
+
+Result = TypeVar("Result")
 
 
-class ShareDriver(CastDriver):
-    """The casts of the part of an optimizer that one group of ranks divides.
-
-    Attributes:
-        shards: the weights, masters and bucket groups of this part, as `collect` found them.
-        gathers: the all-gathers of the part's byte buffers.
-    """
-
-    def __init__(self, shards: OwnedShare, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
-        super().__init__(
-            Host(
-                owner="an attachment to Megatron-Core",
-                group=shards.group,
-                names=shards.names,
-                weights=shards.weights,
-                masters=shards.masters,
-                starts=shards.starts,
-                plain=list(shards.plain.values()),
-                gather=gathers,
-                validity=guard.validity.part(),
-                raises_together=debugging(),
-            )
-        )
-        self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
-        detached = shards.detached
-        earlier_scaling = None if detached is None else detached.delayed.get(shards.share.suffix)
-        if earlier_scaling is None:
-            # First attachment: all ranks use the scales of rank 0, since the bytes of different
-            # ranks are gathered into one weight with one scale.
-            self.plan.delayed.broadcast(shards.group)
-        else:
-            # Attached again: continue with the scales and histories of the detached attachment, so
-            # that detach() and attach() between two steps change no byte.
-            self.plan.delayed.load_state_dict(earlier_scaling.state_dict())
-            self.plan.delayed.unseeded = earlier_scaling.unseeded
-
-    def read_masters(self) -> None:
-        """Overwrite the masters with the model's values, dequantized where they are quantized."""
-        self._te_tensors.locate()
-        read_masters(self.shards)
-
-    def patches(self) -> Iterator[Patch]:
-        """Yield patches of the methods that gather, and that save and load delayed scaling."""
-        optimizer, share = self.shards.optimizer, self.shards.share
-        delayed, rank = self.plan.delayed, self.plan.group.rank
-        is_preparing = lambda: self._guard.is_preparing  # noqa: E731
-        yield Patch(optimizer, "sharded_state_dict", saving_scaling(optimizer, share, delayed, rank))
-        yield Patch(optimizer, "load_state_dict", loading_scaling(optimizer, share, delayed, rank, is_preparing))
-        yield from self.gathers.patches(self.plan.backend)
-        # The bytes of a weight can be read while its gather is in flight (overlap_param_gather), so
-        # reading them calls `before_read` first.
-        yield Patch(self.plan.validity, "before_read", self.gathers.wait_for)
-
-
-def _patches_of(drivers: Sequence[ShareDriver], guard: MethodGuard) -> Iterator[Patch]:
-    """Yield the patches by which the drivers of one optimizer cast, gather, and overwrite the
-    masters with the model's values.
-    """
-    optimizer = drivers[0].shards.optimizer
-    kind = optimizer_kinds.kind_of(optimizer)
-
-    def cast() -> None:
-        for driver in drivers:
-            driver.cast()
-
-    def leave_memory() -> None:
-        for driver in drivers:
-            driver.leave_memory()
-
-    copy_model = guard.writing(_copying_model(drivers), Use.STEP, "reading masters from the model", masters=True)
-    copy_model = raising_on_all(copy_model, drivers)
-    yield Patch(
-        kind.copier(optimizer),
-        "_copy_main_params_to_model_params",
-        guard.writing(cast, Use.STEP, "a cast", masters=False),
-    )
-    for owner, name in kind.reads(optimizer):
-        yield Patch(owner, name, copy_model)
-    yield from offload.patches(optimizer)
-    if hasattr(optimizer, "offload_to_cpu"):
-        # The host moves masters and moments to the CPU while a model generates. A view that a plan
-        # still held would keep their device memory allocated.
-        yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, leave_memory))
-    for driver in drivers:
-        yield from driver.patches()
-
-
-def _copying_model(drivers: Sequence[ShareDriver]) -> Callable[..., None]:
-    """Wrap the host's method that reads masters from the model or from a state dict. It then casts
-    and gathers them: quantizing a dequantized value again need not give the same bytes.
-    """
-    read_given = offload.reading_given_values(drivers[0].shards.optimizer)
-
-    @torch.no_grad()
-    def copy_model(state_dict: Any = None) -> None:
-        if state_dict is not None:
-            read_given(state_dict)
-        else:
-            for driver in drivers:
-                driver.read_masters()
-        for driver in drivers:
-            driver.refresh()
-
-    return copy_model
-
-
-class Attachment:
-    """An attachment to Megatron-Core, as `attach` returns it.
-
-    Attributes:
-        plans: the CastPlans, one for each group of ranks that divides masters of one optimizer. An
-            optimizer whose parameters are all plain has one too. Empty after `detach`.
-    """
-
-    def __init__(self, drivers: Sequence[ShareDriver], guard: MethodGuard) -> None:
-        # The drivers of each optimizer follow each other. Empty after `detach`.
-        self._drivers = list(drivers)
-        self._guard = guard
-        self.plans: list[CastPlan] = [driver.plan for driver in drivers]
-        # The optimizer given to `attach` and those inside it. Empty before `patch` and after
-        # `detach`, which `_check_attached` relies on.
-        self._optimizers: list[Any] = []
-        # The replaced methods of the host. Closing it gives them back.
-        self._patches = Patches()
-
-    def refresh(self) -> None:
-        """Cast, gather and transpose masters that were written by hand. Collective.
-
-        The optimizer does this by itself when it loads a checkpoint or reads its masters from the
-        model. Raises RuntimeError after a step that failed partway: some masters are still old.
-        """
-        self._check_attached()
-        refresh = raising_on_all(self._guard.refresh, self._drivers)
-        refresh(self._drivers)
-
-    def master_views(self) -> Iterator[MasterViews]:
-        """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.
-
-        Bytes that were not gathered since the last cast are gathered first, as in the next forward
-        pass.
-        """
-        self._check_attached()
-        for driver in self._drivers:
-            yield from driver.master_views()
-
-    def detach(self) -> None:
-        """Give the host its own methods back.
-
-        Methods of the host that would write over quantized weights raise until the next `attach`.
-        The model stays as it is and can be read. Collective where gathers overlap: the gathers of
-        the last step are finished first.
-        """
-        delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
-        for driver in self._drivers:
-            # Partial weights may come from a rank that died: a collective would then never end.
-            if not self._guard.validity.partial:
-                driver.gathers.start_due()
-            delayed[id(driver.shards.optimizer)][driver.shards.share.suffix] = driver.plan.delayed
-        try:
-            self._patches.close()
-        finally:
-            # Closing copies offloaded masters back to the device, which may run out of memory. Even
-            # then the host's own copy must not overwrite the quantized weights.
-            for optimizer in self._optimizers:
-                if unattached.owns_quantized_weights(optimizer):
-                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
-                    unattached.refuse(optimizer, state)
-            self.plans, self._optimizers, self._drivers = [], [], []
-
-    def _check_attached(self) -> None:
-        if not self._optimizers:
-            raise ValueError(
-                "this attachment was detached: nothing casts its masters; attach(optimizer, ddp_chunks) again"
-            )
-
-    def patch(
-        self,
-        patches: Patches,
-        optimizer: Any,
-        distributed: Sequence[Any],
-        chunks: Sequence[Any],
-        verify_every: int | None,
-    ) -> None:
-        """Replace the methods of the host; `detach` gives them back."""
-        # An optimizer that is not a chain is also its only distributed optimizer.
-        self._optimizers = list({id(owner): owner for owner in (optimizer, *distributed)}.values())
-        # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
-        # claim alive once its attachment is gone.
-        claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        for driver in self._drivers:
-            assert driver.claim is not None
-            claims.update(dict.fromkeys(map(id, driver.shards.params), driver.claim))
-        modules = [chunk.module for chunk in chunks]
-        saves = [
-            Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict)) for module in modules
-        ]
-        for chunk in chunks:
-            for remove in (
-                *load_plain_values(chunk, claims),
-                *check_before_forward(chunk, lambda: self._guard.check(Use.READ)),
-            ):
-                patches.callback(remove)
-        # The methods that raise are removed first: the patches below wrap the host's own methods.
-        unattached.lift(patches, self._optimizers)
-        for _, of_optimizer in itertools.groupby(self._drivers, lambda driver: id(driver.shards.optimizer)):
-            patches.apply(_patches_of(list(of_optimizer), self._guard))
-        # The guard comes last, so that it surrounds all that the plans have replaced.
-        patches.apply(self._guard.patches(optimizer, distributed, self._drivers, self._after_step(verify_every)))
-        patches.apply(saves)
-        self._patches = patches.pop_all()
-
-    def _after_step(self, verify_every: int | None) -> Callable[[], None]:
-        """Return the function that is called after each step and verifies every `verify_every`
-        steps.
-
-        It raises VerificationError on every rank.
-        """
-        steps = 0
-
-        def after_step() -> None:
-            nonlocal steps
-            steps += 1
-            if verify_every is not None and steps % verify_every == 0:
-                verify(self).raise_for_differences()
-
-        return after_step
-
-
-def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> Attachment:
+def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> "Attachment":
     """Let zerocast cast the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
     `optimizer` was returned by `get_megatron_optimizer`, chained or not; `ddp_chunks` is the
@@ -308,60 +55,157 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
             # Before `collect`, which then finds the masters in CPU memory.
             for inner in distributed:
                 offload.keep_on_cpu(inner, patches)
-        shards = collect(distributed, chunks)
-        drivers, guard = build_drivers(shards, patches)
-        attachment = Attachment(drivers, guard)
-        attachment.patch(patches, optimizer, distributed, chunks, verify_every)
+        owned_shares = collect(distributed, chunks)
+        was_detached = any(owned.detached is not None for owned in owned_shares)
+        _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=was_detached))
+
+        guard = MethodGuard(unattached.partial_validity(owned.detached for owned in owned_shares))
+        shares: list[AttachedShare] = []
+        # A model whose weights are all plain has nothing to cast.
+        if any(owned.weights for owned in owned_shares):
+            build = functools.partial(build_share, lock=GatherLock(), guard=guard, patches=patches)
+            shares = _each_on_all_ranks(owned_shares, build)
+        attachment = Attachment([optimizer, *distributed], shares, guard, verify_every)
+        hooks.replace_methods(patches, optimizer, distributed, chunks, shares, guard, attachment._after_step)
+        attachment._patches = patches.pop_all()
     return attachment
 
 
-def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[ShareDriver], MethodGuard]:
-    """Build one driver for each share of each optimizer, in order, and their guard. Collective.
+def _each_on_all_ranks(owned_shares: Sequence[OwnedShare], work: Callable[[OwnedShare], Result]) -> list[Result]:
+    """Call `work`, which raises on all ranks of a share if on any, for each share in order. Returns
+    its results.
 
-    A model whose weights are all plain gets no drivers. An error about experts raises on all ranks
-    of the dense layers, whose share is the first.
+    An error about experts raises on all ranks of the dense layers, whose share is the first: ranks
+    with other experts would continue, and wait in their next collective.
     """
-    was_detached = any(shard.detached is not None for shard in shards)
-    has_quantized = any(shard.weights for shard in shards)
-    # Weights that the last attachment left partial stay partial for the new one.
-    detached = [shard.detached.validity for shard in shards if shard.detached is not None]
-    partial = [validity for validity in detached if validity.partial]
-    guard, lock = MethodGuard(*partial[:1]), GatherLock()
-    drivers: list[ShareDriver] = []
-    dense = shards[0]
-    for shard in shards:
-        is_dense = shard.share.group is dense.share.group
-        problem: Exception | None = None
+    dense = owned_shares[0]
+    results = []
+    for owned in owned_shares:
+        if owned.share.group is dense.share.group:
+            results.append(work(owned))
+        else:
+            results.append(together(dense.group, functools.partial(work, owned), "attaches zerocast to experts"))
+    return results
+
+
+def build_share(owned: OwnedShare, lock: GatherLock, guard: MethodGuard, patches: Patches) -> AttachedShare:
+    """Build the gathers and the plan of casts of one share. Collective."""
+    te_tensors = TETensors(owned.names, owned.params, owned.weights)
+    patches.callback(te_tensors.release)
+    gathers = Gathers(owned.bucket_groups, te_tensors, lock, guard)
+    driver = CastDriver(
+        Host(
+            owner="an attachment to Megatron-Core",
+            group=owned.group,
+            names=owned.names,
+            weights=owned.weights,
+            masters=owned.masters,
+            starts=owned.starts,
+            plain=list(owned.plain.values()),
+            gather=gathers,
+            validity=guard.validity.part(),
+            raises_together=debugging(),
+        )
+    )
+    delayed = driver.plan.delayed
+    earlier_scaling = None if owned.detached is None else owned.detached.delayed.get(owned.share.suffix)
+    if earlier_scaling is None:
+        # First attachment: all ranks use the scales of rank 0, since the bytes of different ranks
+        # are gathered into one weight with one scale.
+        delayed.broadcast(owned.group)
+    else:
+        # Attached again: continue with the scales and histories of the detached attachment, so that
+        # detach() and attach() between two steps change no byte.
+        delayed.load_state_dict(earlier_scaling.state_dict())
+        delayed.unseeded = earlier_scaling.unseeded
+    return AttachedShare(owned, te_tensors, gathers, driver)
+
+
+class Attachment:
+    """An attachment to Megatron-Core, as `attach` returns it.
+
+    Attributes:
+        plans: the CastPlans, one for each group of ranks that divides masters of one optimizer. An
+            optimizer whose parameters are all plain has one too. Empty after `detach`.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        shares: Sequence[AttachedShare],
+        guard: MethodGuard,
+        verify_every: int | None,
+    ) -> None:
+        # The optimizer given to `attach` and those inside it. Empty after `detach`.
+        self._optimizers = list(optimizers)
+        # The shares of each optimizer follow each other. Empty after `detach`.
+        self._shares = list(shares)
+        self._guard = guard
+        self.plans: list[CastPlan] = [share.driver.plan for share in shares]
+        self._verify_every = verify_every
+        # The number of complete steps since `attach`.
+        self._steps = 0
+        # The replaced methods of the host, from the end of `attach` on. Closing it gives them back.
+        self._patches = Patches()
+
+    def refresh(self) -> None:
+        """Cast, gather and transpose masters that were written by hand. Collective.
+
+        The optimizer does this by itself when it loads a checkpoint or reads its masters from the
+        model. Raises RuntimeError after a step that failed partway: some masters are still old.
+        """
+        self._check_attached()
+        hooks.raising_on_all(self._refresh, self._shares)()
+
+    def _refresh(self) -> None:
+        if self._guard.validity.has_partial_masters:
+            self._guard.check(Use.STEP)
+        with self._guard.validity.transaction("a cast", masters=False):
+            for share in self._shares:
+                share.driver.refresh()
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.
+
+        Bytes that were not gathered since the last cast are gathered first, as in the next forward
+        pass.
+        """
+        self._check_attached()
+        for share in self._shares:
+            yield from share.driver.master_views()
+
+    def detach(self) -> None:
+        """Give the host its own methods back.
+
+        Methods of the host that would write over quantized weights raise until the next `attach`.
+        The model stays as it is and can be read. Collective where gathers overlap: the gathers of
+        the last step are finished first.
+        """
+        delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
+        for share in self._shares:
+            # Partial weights may come from a rank that died: a collective would then never end.
+            if not self._guard.validity.partial:
+                share.gathers.start_due()
+            delayed[id(share.owned.optimizer)][share.owned.share.suffix] = share.driver.plan.delayed
         try:
-            _check_together(shard, was_detached and not shard.weights)
-            if has_quantized:
-                te_tensors = TETensors(shard.names, shard.params, shard.weights)
-                patches.callback(te_tensors.release)
-                gathers = Gathers(shard.bucket_groups, te_tensors, lock, guard)
-                drivers.append(ShareDriver(shard, te_tensors, gathers, guard))
-        except (TypeError, ValueError, RuntimeError) as error:
-            # All ranks of the dense group have raised together already.
-            if is_dense:
-                raise
-            problem = error
-        # The ranks with the same experts raise together. The other ranks of the dense group would
-        # continue and wait in their next collective, so the error is raised on them too.
-        if not is_dense:
-            validate_across_ranks(dense.group, [], problem, "attaches zerocast to experts")
-    return drivers, guard
+            self._patches.close()
+        finally:
+            # Closing copies offloaded masters back to the device, which may run out of memory. Even
+            # then the host's own copy must not overwrite the quantized weights.
+            for optimizer in self._optimizers:
+                if unattached.owns_quantized_weights(optimizer):
+                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
+                    unattached.refuse(optimizer, state)
+            self.plans, self._optimizers, self._shares = [], [], []
 
+    def _after_step(self) -> None:
+        """Verify every `verify_every` steps. Raises VerificationError on every rank."""
+        self._steps += 1
+        if self._verify_every is not None and self._steps % self._verify_every == 0:
+            verify(self).raise_for_differences()
 
-def _check_together(shards: OwnedShare, may_have_stepped: bool) -> None:
-    """Exchange errors that only one rank may find: all ranks of the group raise, or none does.
-
-    `may_have_stepped` is true for an optimizer of plain parameters in a chain that was detached: it
-    has stepped under the earlier attachment.
-    """
-    problem: Exception | None = None
-    if shards.detached is None and not may_have_stepped and has_stepped(shards.optimizer):
-        problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
-    elif wrong := bytes_not_sent(shards):
-        problem = ValueError(wrong)
-    validate_across_ranks(shards.group, shards.names, problem, "attaches zerocast")
-    if wrong := elements_without_owner(shards):
-        raise ValueError(wrong)
+    def _check_attached(self) -> None:
+        if not self._optimizers:
+            raise ValueError(
+                "this attachment was detached: nothing casts its masters; attach(optimizer, ddp_chunks) again"
+            )

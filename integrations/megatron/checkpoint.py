@@ -23,6 +23,7 @@ from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
 from . import host, optimizer_kinds
+from .guard import MethodGuard
 from .primary import is_primary, target_of_load, weight_of
 
 # The entry of an optimizer's state dict with the state of delayed scaling.
@@ -214,18 +215,18 @@ def saving_scaling(
 
 
 def loading_scaling(
-    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int, guard: MethodGuard
 ) -> Callable[..., Any]:
     """Wrap an optimizer's `load_state_dict`: it loads delayed scaling from the same state.
 
-    The next cast seeds the scales that the state lacks. While `is_preparing()`, the host loads a
-    state that it has made itself, and delayed scaling stays as it is.
+    The next cast seeds the scales that the state lacks. While a load is prepared, the host loads
+    a state that it has made itself, and delayed scaling stays as it is.
     """
     method = optimizer.load_state_dict
 
     def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(state_dict, *args, **kwargs)
-        if is_preparing():
+        if guard.is_preparing:
             return result
         missing = delayed.load_state_dict(state_dict.get(SCALING + share.suffix, {}))
         for name in missing:

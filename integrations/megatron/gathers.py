@@ -43,15 +43,6 @@ class GatherLock:
             finally:
                 self._calls -= 1
 
-    def locked(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, called by one thread at a time."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.hold():
-                return method(*args, **kwargs)
-
-        return call
-
 
 class Gathers(Gather):
     """The bucket groups that gather the bytes of one optimizer's weights."""
@@ -114,23 +105,22 @@ class Gathers(Gather):
         """Wait for the gather of a weight, if one is in flight, and for its columnwise copies."""
         self._finish(self._group_of[id(weight.state)])
 
-    def patches(self, backend: str) -> Iterator[Patch]:
-        """Yield patches of the methods that start or finish a gather.
+    def patches(self, plan: CastPlan) -> Iterator[Patch]:
+        """Yield patches of the methods that start or finish a gather of bytes that `plan` casts.
 
         Columnwise copies follow; an exception leaves weights partial.
         """
         for group in self._bucket_groups:
-            params = primary_of(group)
-            after_gather = self._after_gather(group, params, backend)
+            make_copies = self._making_copies(group, plan.backend)
             for name in ("start_param_sync", "finish_param_sync"):
-                gather = self._guard.writing(
-                    _followed(group, name, after_gather), Use.READ, "an all-gather", masters=False
-                )
-                yield Patch(group, name, self._lock.locked(gather))
+                yield Patch(group, name, self._gathering(group, name, make_copies))
             # Megatron's own method would have TransformerEngine make the columnwise copies, which
-            # `after_gather` has made already.
-            if any(map(is_te_tensor, params)):
+            # `make_copies` has made already.
+            if any(map(is_te_tensor, primary_of(group))):
                 yield Patch(group, "_post_param_sync", lambda: None)
+        # The bytes of a weight can be read while its gather is in flight (overlap_param_gather), so
+        # reading them calls `before_read` first.
+        yield Patch(plan.validity, "before_read", self.wait_for)
 
     def _finish(self, group: Any) -> None:
         """Wait for a gather in flight, and make the columnwise copies of its weights.
@@ -145,31 +135,38 @@ class Gathers(Gather):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
             self._guard.check(Use.READ)
 
-    def _after_gather(self, group: Any, params: Sequence[Any], backend: str) -> Callable[[], None]:
+    def _gathering(self, group: Any, name: str, make_copies: Callable[[], None]) -> Callable[..., Any]:
+        """Wrap a method of the host that gathers: call `make_copies` once the bytes have
+        arrived.
+        """
+        method = getattr(group, name)
+
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            with self._lock.hold():
+                self._guard.check(Use.READ)
+                with self._guard.validity.transaction("an all-gather", masters=False):
+                    # Megatron calls `finish_param_sync` for groups that are finished already.
+                    # Copies are made once, by the call that ends a gather: a synchronous start, or
+                    # a finish with one to end.
+                    pending = group.param_gather_handle is not None or not group.param_gather_dispatched
+                    result = method(*args, **kwargs)
+                    if group.param_gather_handle is None and (pending or name == "start_param_sync"):
+                        make_copies()
+                    return result
+
+        return gather
+
+    def _making_copies(self, group: Any, backend: str) -> Callable[[], None]:
+        """Return the function that makes the columnwise copies of a bucket group."""
+        params = primary_of(group)
         copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
         te_tensors = [param for param in params if is_te_tensor(param)]
 
-        def after_gather() -> None:
+        def make_copies() -> None:
             copies.make()
             make_te_copies(te_tensors)
             for tensor in te_tensors:
                 weight_of(tensor).state.mark_columnwise()
             self._due.discard(id(group))
 
-        return after_gather
-
-
-def _followed(group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
-    """Wrap a method of the host that gathers: call `after_gather` once the bytes have arrived."""
-    method = getattr(group, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Megatron calls `finish_param_sync` for groups that are finished already. Copies are made
-        # once, by the call that ends a gather: a synchronous start, or a finish with one to end.
-        pending = group.param_gather_handle is not None or not group.param_gather_dispatched
-        result = method(*args, **kwargs)
-        if group.param_gather_handle is None and (pending or name == "start_param_sync"):
-            after_gather()
-        return result
-
-    return call
+        return make_copies

@@ -6,22 +6,16 @@ repeated, since the masters are complete.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from zerocast.cast.host import raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
 
-from . import host, optimizer_kinds
-from .checkpoint import saving_unpadded
-from .inner_state import copy_group_steps, filling_states, prepare_states, reading_states
+from . import host
+from .inner_state import copy_group_steps, prepare_states
 from .validate import check_checkpoint
-
-if TYPE_CHECKING:
-    from .attachment import ShareDriver
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 ADVICE = (
@@ -30,13 +24,6 @@ ADVICE = (
 )
 
 Method = Callable[..., Any]
-
-
-# Methods that raise while weights are partial, on this rank: a training loop may call the state
-# dict on some ranks only.
-USES = {"step": Use.STEP, "state_dict": Use.SAVE}
-# Methods that make partial weights complete.
-LOAD = ("load_state_dict", "load_parameter_state")
 
 
 class MethodGuard:
@@ -59,57 +46,6 @@ class MethodGuard:
         """
         if not self.is_preparing:
             self.validity.check(use)
-
-    def patches(
-        self,
-        optimizer: Any,
-        distributed: Sequence[Any],
-        drivers: Sequence["ShareDriver"],
-        after_step: Callable[[], None],
-    ) -> Iterator[Patch]:
-        """Yield patches of the methods that step, save and load.
-
-        `optimizer` is the argument of `attach`, and `distributed` are the optimizers inside it.
-        `drivers` cast for them. `after_step` is called after each complete step of `optimizer`.
-        """
-        for inner in distributed:
-            if optimizer_kinds.kind_of(inner).saves_shards:
-                yield Patch(inner, "_set_main_param_and_optimizer_states", filling_states(inner))
-                yield Patch(inner, "_get_main_param_and_optimizer_states", reading_states(inner))
-                yield Patch(inner, "sharded_state_dict", saving_unpadded(inner))
-        # An optimizer that is not a chain is also its only distributed optimizer.
-        for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
-            loads_all = owner is optimizer or len(distributed) == 1
-            optimizers = distributed if loads_all else [owner]
-            of_owner = [driver for driver in drivers if loads_all or driver.shards.optimizer is owner]
-            step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
-            step = raising_on_all(step, of_owner)
-            if owner is optimizer:
-                step = followed_by(step, after_step)
-            yield Patch(owner, "step_with_ready_grads", step)
-            kind = optimizer_kinds.kind_of(owner)
-            for name, use in (USES | dict.fromkeys(kind.saves, Use.SAVE)).items():
-                yield Patch(owner, name, self.checked(getattr(owner, name), use))
-            # All pipeline stages and tensor-parallel ranks save together. Inside that call each
-            # optimizer of a chain is saved by the ranks that have it.
-            everyone = host.groups_of_all_ranks(distributed) if owner is optimizer else []
-            savers = [Group.of(group) for group in everyone] or [driver.plan.group for driver in of_owner]
-            yield Patch(owner, "save_parameter_state", self.saving(owner.save_parameter_state, savers))
-            sharded_state_dict = self.saving(owner.sharded_state_dict, savers)
-            yield Patch(owner, "sharded_state_dict", self.preparing(sharded_state_dict, distributed))
-            for name in (*LOAD, *kind.loads):
-                yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, optimizers, loads_all))
-
-    def refresh(self, drivers: Iterable["ShareDriver"]) -> None:
-        """Cast and gather. This completes weights that a cast or a gather left partial.
-
-        Raises RuntimeError where masters are partial.
-        """
-        if self.validity.has_partial_masters:
-            self.check(Use.STEP)
-        with self.validity.transaction("a cast", masters=False):
-            for driver in drivers:
-                driver.refresh()
 
     def checked(self, method: Method, use: Use) -> Method:
         """Wrap `method`: it raises if the weights are not valid for `use`."""
@@ -183,22 +119,11 @@ class MethodGuard:
 
         return call
 
-    def loading(
-        self, method: Method, drivers: Sequence["ShareDriver"], optimizers: Sequence[Any], loads_all: bool
-    ) -> Method:
-        """Wrap a method that loads `optimizers`: their drivers cast and gather afterwards.
+    def loading(self, method: Method, load_and_cast: Method, loads_all: bool) -> Method:
+        """Wrap a method that loads: `load_and_cast` calls it, then casts and gathers.
 
         A load of all optimizers makes partial weights complete.
         """
-
-        def load(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            copy_group_steps(optimizers)
-            for driver in drivers:
-                driver.refresh()
-            return result
-
-        load_together = raising_on_all(load, drivers)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
@@ -209,7 +134,7 @@ class MethodGuard:
             if not loads_all:
                 self.check(Use.STEP)
             with self.validity.transaction("loading a checkpoint"):
-                return load_together(*args, **kwargs)
+                return load_and_cast(*args, **kwargs)
 
         return call
 
@@ -224,24 +149,3 @@ def _holds_masters(state: Any) -> bool:
     if isinstance(state, (list, tuple)):
         return all(map(_holds_masters, state))
     return not isinstance(state, dict) or "param_state" in state or "fp32_from_fp16_params" in state
-
-
-def raising_on_all(method: Method, drivers: Sequence["ShareDriver"]) -> Method:
-    """Wrap a method that casts by `drivers`: an exception before a cast is raised on all ranks. The
-    steps and loads of an optimizer that owns whole matrices have collectives of their own before
-    the cast, so its methods stay as they are.
-    """
-    if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers):
-        return method
-    return raising_together(method, drivers)
-
-
-def followed_by(first: Method, second: Callable[[], None]) -> Method:
-    """Return a function that calls `first`, then `second` unless `first` raised."""
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = first(*args, **kwargs)
-        second()
-        return result
-
-    return both

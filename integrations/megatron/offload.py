@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zerocast import QuantizedWeight
 from zerocast.integrations.patches import Patch, Patches
 
-from . import host, optimizer_kinds
+from . import host
 from .primary import is_primary
 
 
@@ -358,26 +358,5 @@ def _without_settings(optimizer: Any) -> Callable[..., Any]:
             {key: value for key, value in group.items() if key not in settings} for group in groups
         ]
         return state
-
-    return call
-
-
-def reading_given_values(optimizer: Any) -> Callable[..., None]:
-    """Return the method that reads masters from a state dict. It works for a HybridDeviceOptimizer
-    too, for which the host's method ignores the state dict.
-    """
-    read_given = optimizer_kinds.kind_of(optimizer).read_given(optimizer)
-
-    def call(state_dict: Any) -> None:
-        inner = optimizer.optimizer
-        if not host.offloads(inner):
-            read_given(state_dict)
-            return
-        # The host's method checks the class of the inner optimizer and returns early.
-        optimizer.optimizer = None
-        try:
-            read_given(state_dict)
-        finally:
-            optimizer.optimizer = inner
 
     return call

@@ -58,7 +58,7 @@ class OptimizerKind:
         shares: lists one share for each group of ranks, in the same order on all ranks of a group.
         copier: returns the object whose `_copy_main_params_to_model_params` copies masters.
         reads: lists the methods that read masters from the parameters, as (owner, name).
-        read_given: returns a function that reads masters from a state dict.
+        read_given: reads masters from a state dict, the second argument.
         saves_shards: True if a checkpoint has shards of a parameter's state, False if it has the
             unsharded state.
         saves, loads: names of further methods that save and load, of this kind only.
@@ -67,7 +67,7 @@ class OptimizerKind:
     shares: Callable[[Any], list[Share]]
     copier: Callable[[Any], Any]
     reads: Callable[[Any], list[tuple[Any, str]]]
-    read_given: Callable[[Any], Callable[[Any], None]]
+    read_given: Callable[[Any, Any], None]
     saves_shards: bool
     saves: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
@@ -108,6 +108,20 @@ def _in_bucket(optimizer: Any, param: Any, span: Any) -> Tensor:
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]
     data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
     return data.view(-1)[span.start : span.end]
+
+
+def _read_given(optimizer: Any, state_dict: Any) -> None:
+    """Read masters from a model's state dict, by the method of the class, since an attachment
+    replaces that of the instance.
+    """
+    inner = optimizer.optimizer
+    if host.offloads(inner):
+        # The host's method returns early for a HybridDeviceOptimizer.
+        optimizer.optimizer = None
+    try:
+        type(optimizer)._copy_model_params_to_main_params(optimizer, state_dict)
+    finally:
+        optimizer.optimizer = inner
 
 
 def _whole_matrices(optimizer: Any) -> list[Share]:
@@ -168,7 +182,7 @@ DISTRIBUTED = OptimizerKind(
     shares=_parts,
     copier=lambda optimizer: optimizer,
     reads=lambda optimizer: [(optimizer, "_copy_model_params_to_main_params")],
-    read_given=lambda optimizer: optimizer._copy_model_params_to_main_params,
+    read_given=_read_given,
     saves_shards=True,
 )
 LAYER_WISE = OptimizerKind(
@@ -178,7 +192,7 @@ LAYER_WISE = OptimizerKind(
         (optimizer, "reload_model_params"),
         (_inner(optimizer), "_copy_model_params_to_main_params"),
     ],
-    read_given=lambda optimizer: functools.partial(_read_given_by_name, optimizer),
+    read_given=_read_given_by_name,
     saves_shards=False,
     saves=("save_state_dict_to_file",),
     loads=("load_state_dict_from_file",),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.cast.host import PlainShard
-from zerocast.distributed.agreement import first_of
+from zerocast.distributed.agreement import first_of, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
 
@@ -19,6 +19,7 @@ from . import host, optimizer_kinds
 from .offload import memory_of
 from .primary import is_primary, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
+from .validate import has_stepped
 
 _UNKNOWN = "a parameter of a different model"
 
@@ -70,12 +71,11 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    shards = [
-        _shards_of(inner, share, names, groups) for inner in optimizers for share in optimizer_kinds.shares(inner)
-    ]
+    shares = [(inner, share) for inner in optimizers for share in optimizer_kinds.shares(inner)]
+    owned_shares = [_owned_share(inner, share, names, groups) for inner, share in shares]
     _check_gathered(chunks, groups)
-    _check_owned(shards, groups, names)
-    return shards
+    _check_owned(owned_shares, groups, names)
+    return owned_shares
 
 
 def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
@@ -91,38 +91,38 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
     return {param: name for name, param in names.items()}
 
 
-def _shards_of(
+def _owned_share(
     optimizer: Any, share: optimizer_kinds.Share, names: Mapping[int, str], groups: Sequence[Any]
 ) -> OwnedShare:
-    shards = OwnedShare(optimizer, share, state_left_in(optimizer))
-    index: dict[int, int] = {}  # position in `shards.weights`, by id of the parameter
+    owned = OwnedShare(optimizer, share, state_left_in(optimizer))
+    index: dict[int, int] = {}  # position in `owned.weights`, by id of the parameter
     for buffer in share.buffers:
         for param in buffer.params:
             name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
-                index[id(param)] = len(shards.weights)
-                shards.names.append(name)
-                shards.params.append(param)
-                shards.weights.append(_weight_of(param, name))
-                shards.masters.append(None)
-                shards.starts.append(None)
+                index[id(param)] = len(owned.weights)
+                owned.names.append(name)
+                owned.params.append(param)
+                owned.weights.append(_weight_of(param, name))
+                owned.masters.append(None)
+                owned.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(
                     f"{name} is in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
                     "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
-                shards.plain[id(param)] = PlainShard(name, param)
+                owned.plain[id(param)] = PlainShard(name, param)
     for param, master, start, rounded in share.masters():
         if is_primary(param):
             at = index[id(param)]
-            shards.masters[at], shards.starts[at] = memory_of(master), start
+            owned.masters[at], owned.starts[at] = memory_of(master), start
         else:
             name = names.get(id(param), _UNKNOWN)
-            shards.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
+            owned.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
     buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
-    shards.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
-    return shards
+    owned.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
+    return owned
 
 
 def _weight_of(param: Any, name: str) -> QuantizedWeight:
@@ -146,15 +146,33 @@ def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
             )
 
 
-def _check_owned(all_shards: Sequence[OwnedShare], groups: Sequence[Any], names: Mapping[int, str]) -> None:
+def _check_owned(owned_shares: Sequence[OwnedShare], groups: Sequence[Any], names: Mapping[int, str]) -> None:
     """Raise ValueError for a quantized weight that is gathered and that no given optimizer owns."""
-    owned = {id(param) for shards in all_shards for param in shards.params}
-    orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
+    with_owner = {id(param) for owned in owned_shares for param in owned.params}
+    orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in with_owner]
     if orphans:
         raise ValueError(f"no optimizer that was given owns the quantized weights {first_of(orphans)}")
 
 
-def bytes_not_sent(shards: OwnedShare) -> str | None:
+def agree(owned: OwnedShare, was_detached: bool) -> None:
+    """Raise, on all ranks that share masters, if one of them finds an error. Collective.
+
+    `was_detached` is True if an earlier attachment of these optimizers was detached.
+    """
+    # An optimizer of plain parameters keeps no state of that attachment, under which it may have
+    # stepped.
+    may_have_stepped = owned.detached is not None or (was_detached and not owned.weights)
+    problem: Exception | None = None
+    if not may_have_stepped and has_stepped(owned.optimizer):
+        problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
+    elif wrong := bytes_not_sent(owned):
+        problem = ValueError(wrong)
+    validate_across_ranks(owned.group, owned.names, problem, "attaches zerocast")
+    if wrong := elements_without_owner(owned):
+        raise ValueError(wrong)
+
+
+def bytes_not_sent(owned: OwnedShare) -> str | None:
     """Return the error if this rank casts bytes that it does not send, or None.
 
     In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
@@ -162,11 +180,11 @@ def bytes_not_sent(shards: OwnedShare) -> str | None:
     """
     places = {
         param: (group, bucket)
-        for group in shards.bucket_groups
+        for group in owned.bucket_groups
         for bucket in group.buckets
         for param in bucket.params_list
     }
-    for i, (name, param, weight) in enumerate(zip(shards.names, shards.params, shards.weights, strict=True)):
+    for i, (name, param, weight) in enumerate(zip(owned.names, owned.params, owned.weights, strict=True)):
         if param not in places:
             return f"{name} is owned by the optimizer, and in no bucket of the model chunks that were given"
         group, bucket = places[param]
@@ -174,7 +192,7 @@ def bytes_not_sent(shards: OwnedShare) -> str | None:
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
             return f"{name} is not in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
         offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
-        span = shards.span(i)
+        span = owned.span(i)
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
         size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
         sent = data.numel() * data.element_size() // size
@@ -188,28 +206,28 @@ def bytes_not_sent(shards: OwnedShare) -> str | None:
     return None
 
 
-def elements_without_owner(shards: OwnedShare) -> str | None:
+def elements_without_owner(owned: OwnedShare) -> str | None:
     """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
-    counts = [shards.span(i).numel for i in range(len(shards.weights))]
-    owned = torch.tensor(counts, dtype=torch.int64, device=shards.group.device)
+    counts = [owned.span(i).numel for i in range(len(owned.weights))]
+    totals = torch.tensor(counts, dtype=torch.int64, device=owned.group.device)
     if counts:
-        shards.group.all_reduce_sum(owned, "the elements that ranks own")
-    for name, weight, count in zip(shards.names, shards.weights, owned.tolist(), strict=True):
+        owned.group.all_reduce_sum(totals, "the elements that ranks own")
+    for name, weight, count in zip(owned.names, owned.weights, totals.tolist(), strict=True):
         if count != weight.numel():
             return f"{name} has {weight.numel()} elements, and the ranks of its group own {count}"
     return None
 
 
 @torch.no_grad()
-def read_masters(shards: OwnedShare) -> None:
+def read_masters(owned: OwnedShare) -> None:
     """Overwrite the masters with the model's values, as at the start of a fine-tuning run.
 
     The values of quantized weights are dequantized.
     """
-    for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
+    for i, (weight, master) in enumerate(zip(owned.weights, owned.masters, strict=True)):
         if master is not None:
-            span = shards.span(i)
+            span = owned.span(i)
             master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
-    for plain in shards.plain.values():
+    for plain in owned.plain.values():
         if plain.master is not None and plain.rounded is not None:
             plain.master.copy_(plain.rounded)

@@ -8,7 +8,7 @@ loads, or prepares to, raises. Methods are replaced on the optimizer's instance;
 stay as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -123,6 +123,13 @@ def state_left_in(optimizer: Any) -> DetachedState | None:
     """
     method = vars(optimizer).get("step")
     return method.detached if isinstance(method, RefusedMethod) else None
+
+
+def partial_validity(left: Iterable[DetachedState | None]) -> Validity | None:
+    """Return the validity of weights that the last attachment has left partial, which stay so for
+    the next one. None without any.
+    """
+    return next((state.validity for state in left if state is not None and state.validity.partial), None)
 
 
 def owns_quantized_weights(optimizer: Any) -> bool:

@@ -58,8 +58,7 @@ def _sides(run: Run, attached: Any) -> Sides:
         copy for one in run.optimizer.chained_optimizers for copy in megatron_names.cpu_copies(one.optimizer).values()
     ]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
-    plans = attached._drivers
-    plain = [shard.master for plan in plans for shard in plan.host.plain]
+    plain = [shard.master for share in attached._shares for shard in share.driver.host.plain]
     read = [shard.master for shard in shards if shard.on_cpu]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
     standing = sum(isinstance(master, CpuMaster) for _, master in _masters(run))
@@ -221,7 +220,7 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
             "as many": sum(map(len, copies)) == offloads > 0,
             "state": {id(p) for one in broken.own for p in one.optimizer.state} == {id(p) for p in inner},
         }
-        with mock.patch.object(integration.attachment, "build_drivers", side_effect=MemoryError("no memory")):
+        with mock.patch.object(integration.attachment, "build_share", side_effect=MemoryError("no memory")):
             assert "no memory" in error_of(lambda: integration.attach(broken.run.optimizer, broken.run.ddp))
         left = [str(m) for _, m in _masters(broken.run) if isinstance(m, CpuMaster)]
         broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
