@@ -21,12 +21,11 @@ from torch.distributed.fsdp import fully_shard
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.fsdp2.traffic import Traffic
 from tests.optim.memory import settled_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
-from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import some, worlds
+from tests.traffic import Traffic
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main
@@ -194,12 +193,12 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
     before = settled_bytes(frozenset())
     trainer = Trainer(run_of(fmt, 2, config, muon))
     trainer.train(range(2))
-    with recorded() as log, sent_in_exchanges() as exchanged:
+    with Traffic() as traffic:
         trainer.step(2)
     trainer.probe.zero_grad()
     gc.collect()
-    sizes = {kind: [n for k, n in log if k == kind] for kind in ("reduce-scatter", "all-reduce", "all-gather")}
-    sizes["all-to-all"] = exchanged
+    sizes = {kind: [n for k, n in traffic.log if k == kind] for kind in ("reduce-scatter", "all-reduce", "all-gather")}
+    sizes["all-to-all"] = traffic.exchanged
     sent, calls = ({kind: count(found) for kind, found in sizes.items()} for count in (sum, len))
     return settled_bytes(frozenset()) - before, sent, calls
 
@@ -262,9 +261,9 @@ def all_reduced(run: Run) -> list[int]:
     """The bytes of each all-reduce of a step: the norm, amaxes, cut groups."""
     trainer = Trainer(run)
     trainer.train(range(2))  # the second step compares what is left out
-    with recorded() as log:
+    with Traffic() as traffic:
         trainer.step(2)
-    return [nbytes for kind, nbytes in log if kind == "all-reduce"]
+    return traffic.sent["all-reduce"]
 
 
 def test_muon_is_spread_over_ranks():

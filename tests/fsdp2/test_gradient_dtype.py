@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import zerocast
-from tests.fsdp2 import models, traffic
+from tests.fsdp2 import models
+from tests.traffic import Traffic
 from tests.workers import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,7 +36,7 @@ def one_layer(prepared: bool, policy: MixedPrecisionPolicy) -> Any:
 def test_bytes_of_a_reduction(prepared: bool, reduce_dtype: torch.dtype | None, nbytes: int) -> None:
     """`reduce_dtype` says it, in any torch; without one they are FSDP2's, prepared or not."""
     layer = one_layer(prepared, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
-    with traffic.Traffic() as seen:
+    with Traffic() as seen:
         layer(models.batch(0, 96)).float().square().mean().backward()
     assert layer.weight.grad.dtype is FP32
     assert [nbytes / layer.weight.numel() for nbytes in seen.sent["reduce-scatter"]] == [nbytes]

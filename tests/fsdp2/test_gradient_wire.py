@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.formats import model as formats
 from tests.fsdp2.models import place
-from tests.optim.traffic import recorded
+from tests.traffic import Traffic
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2 import set_grad_wire
 
@@ -61,7 +61,7 @@ def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
         model, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     )
     set_grad_wire(model, FP8)
-    with recorded() as log:
+    with Traffic() as traffic:
         loss_of(model, rank).backward()  # type: ignore[no-untyped-call]
     means = []
     for replica in range(replicas):
@@ -76,7 +76,7 @@ def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
         mine = parameter.grad.to_local().cpu()  # type: ignore[union-attr]
         equal &= torch.equal(mine.flatten(), expected[start : start + mine.numel()])
         start += -(-parameter.shape[0] // shards) * parameter.shape[1:].numel()
-    return [kind for kind, _ in log], equal
+    return [kind for kind, _ in traffic.log], equal
 
 
 @pytest.mark.parametrize(

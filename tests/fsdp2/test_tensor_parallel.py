@@ -12,10 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerocast
 from tests import casts
-from tests.fsdp2 import models, traffic
+from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
 from tests.observed import logged
+from tests.traffic import Traffic
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2.master_memory import MasterAddresses
 
@@ -151,7 +152,7 @@ def test_one_reduction_for_all_slices() -> None:
     """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes, and a flag of each weight."""
     model = parallel("nvfp4")
     zerocast.fsdp2.refresh(model)
-    with traffic.Traffic() as seen:
+    with Traffic() as seen:
         zerocast.fsdp2.refresh(model)
     assert seen.sent["all-reduce"] == [8]
 

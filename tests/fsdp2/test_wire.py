@@ -6,9 +6,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
-from tests.fsdp2 import models, traffic
+from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
 from tests.selection import worlds
+from tests.traffic import Traffic
 from tests.workers import Ranks, on_ranks
 
 PER_ELEMENT = {
@@ -28,7 +29,7 @@ def gathered_bytes(fmt: str) -> float:
     weight = nn.Linear(1024, 1024, bias=False, device=models.place())
     zerocast.fsdp2.prepare(weight, zerocast.Recipe({"weight": fmt}))
     fully_shard(weight, mesh=models.mesh(), mp_policy=models.BF16)
-    with traffic.Traffic() as seen, torch.no_grad():
+    with Traffic() as seen, torch.no_grad():
         weight(torch.zeros(1, 1024, device=models.place()))
     (size,) = seen.sent["all-gather"][-1:]
     return size * models.mesh().size() / 1024**2
@@ -69,6 +70,6 @@ def test_one_reduction_a_step(optimizers: int) -> None:
             parameter.grad = torch.ones_like(parameter)
         for optimizer in made:
             optimizer.step()
-        with traffic.Traffic() as seen, torch.no_grad():
+        with Traffic() as seen, torch.no_grad():
             model(x)
         assert len(seen.sent["all-reduce"]) == 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
-from tests.optim.traffic import recorded
+from tests.traffic import Traffic
 from tests.workers import Ranks, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.backends.ops import STAGES
@@ -56,9 +56,9 @@ def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(option
     meter, alone = Meter(optimizer, every=3), Trainer(run)
     list(train(trainer, meter, 2))
     list(train(alone, Meter(alone.optimizer), 2))
-    with recorded() as measured:
+    with Traffic() as measured:
         (sample,) = filter(None, train(trainer, meter, 1))
-    with recorded() as plain:
+    with Traffic() as plain:
         list(train(alone, Meter(alone.optimizer), 1))
     expected: Counter[str] = Counter()
     for buffer in optimizer._weights.buffers:
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(option
     packed = optimizer._weights.driver.plan.amaxes._reduced
     expected["allreduce_"] += packed.nbytes + 8  # and the norm, f64
     assert sample.nbytes == dict(expected)
-    assert [call for call in measured if call not in plain] == [("all-gather", 3 * 8 * 8 * len(sample.weights))]
+    assert [call for call in measured.log if call not in plain.log] == [("all-gather", 3 * 8 * 8 * len(sample.weights))]
 
 
 def test_phases_hold_their_stages_and_add_up(ranks: Ranks) -> None:

@@ -1,17 +1,18 @@
 """Two optimizers of one model side by side: one takes ordinary steps, the other a captured one, with the same gradients."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tests import casts
-from tests.optim.probe import MIXED, Probe
-from tests.optim.runs import DETERMINISTIC, TWO_GROUPS, rank, snapshot
-from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from tests.optim.runs import Run, Trainer, snapshot
+from zerocast import QuantizedWeight
 from zerocast.cast.captured_step import CapturedStep, Work
 from zerocast.formats import Columnwise
 from zerocast.optim.device_step import CapturableZeroStep
@@ -21,12 +22,10 @@ LOADED = 7  # before this step a state is loaded
 
 
 @dataclass(frozen=True)
-class Case:
-    """What to train where. Without `max_norm` the captured step clips nothing."""
+class Case(Run):
+    """What to train where, with gradients put on parameters. Without `max_norm` the captured step clips nothing."""
 
-    device: str = "cpu"
-    config: ZeroConfig = DETERMINISTIC
-    stage: int = 2
+    assign: bool = True
     max_norm: float | None = 0.5
     tensor_lr: bool = False
     steps: int = 9
@@ -40,34 +39,36 @@ class Repeated(CapturedStep):
         return work
 
 
-class Trainee:
-    """A model on a device, with gradients put on its parameters."""
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """Within, `optimizer.capture` makes such steps on a CPU."""
+    with (
+        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
+        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
+    ):
+        yield
+
+
+class Trainee(Trainer):
+    """A run that may take captured steps."""
 
     def __init__(self, case: Case, group: Any = None) -> None:
-        self.case, self.probe = case, Probe(MIXED).to(case.device)
-        self.rank = rank()
-        groups = self.probe.param_groups([self._options(options) for options in TWO_GROUPS])
-        self.optimizer = ZeroAdamW(groups, group=group, stage=case.stage, config=case.config)
-
-    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        tensor = self.case.tensor_lr
-        return {**options, "lr": torch.tensor(options["lr"], device=self.case.device) if tensor else options["lr"]}
+        super().__init__(case, group)
+        for options in self.optimizer.param_groups if case.tensor_lr else ():
+            options["lr"] = torch.tensor(options["lr"], device=case.device)
 
     def capture(self, kind: type[CapturedStep] = Repeated) -> CapturedStep:
         """The step as a graph; on the CPU as something that acts like one."""
-        o, case = self.optimizer, self.case
-        if case.device != "cpu":
-            return o.capture(case.max_norm)
-        step = CapturableZeroStep(o._parts, o._prepare, o._finish, case.max_norm)
-        return kind(step)
+        o, limit = self.optimizer, self.run.max_norm
+        if self.run.device != "cpu":
+            return o.capture(limit)
+        return kind(CapturableZeroStep(o._parts, o._prepare, o._finish, limit))
 
-    def gradients(self, step: int) -> None:
-        """Fresh ones; an infinite one on rank 0 where the step is to be skipped."""
-        for spec in self.probe.specs:
-            gradient, parameter = spec.gradient(step, self.rank), self.probe.get_parameter(spec.name)
-            if gradient is not None and step == SKIPPED and self.rank == 0 and spec.name == "nv":
-                gradient[0, 0] = torch.inf
-            parameter.grad = None if gradient is None else gradient.to(self.case.device)
+    def backward(self, step: int) -> None:
+        """Fresh gradients; an infinite one on rank 0 where the step is to be skipped."""
+        super().backward(step)
+        if step == SKIPPED and self.rank == 0:
+            self.probe.get_parameter("nv").grad[0, 0] = torch.inf
 
     def change_rates(self, step: int) -> None:
         """What a scheduler does, to numbers and to tensors."""
@@ -76,7 +77,7 @@ class Trainee:
                 group["lr"] *= 0.7
 
     def ordinary_step(self) -> Tensor:
-        limit = self.case.max_norm
+        limit = self.run.max_norm
         norm = self.optimizer.clip_grad_norm_(1e30 if limit is None else limit)
         self.optimizer.step()
         return norm
@@ -84,7 +85,7 @@ class Trainee:
     def held(self) -> casts.Bytes:
         """Everything that a step changes, columnwise copies too, which must be of the last cast where they are kept."""
         quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
-        kept = [p for p in quantized if self.case.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
+        kept = [p for p in quantized if self.run.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
         assert all(p.state.columnwise_is_fresh() for p in kept)
         return snapshot(self) | {"skipped": np.array([self.optimizer.skipped_steps], np.uint8)}
 
@@ -99,7 +100,7 @@ def compare(case: Case, group: Any = None) -> int:
         for trainee in (eager, replaying):
             if step == LOADED:
                 trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
-            trainee.gradients(step)
+            trainee.backward(step)
             trainee.change_rates(step)
         norms = eager.ordinary_step(), replaying.ordinary_step() if step == ORDINARY else captured()
         assert torch.equal(*norms) or step == SKIPPED, (step, norms)

@@ -17,12 +17,28 @@ from tests.formats import model
 from tests.optim.probe import MIXED, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mean
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.fsdp2 import FusedAdamW
 
 ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
 OVERLAP = dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)
 EIGHT_BIT_MOMENTS = dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")
 TWO_GROUPS = (ADAM, {**ADAM, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0})
+
+
+KINDS = ("ZeroAdamW", "ZeroMuon", "FusedAdamW")
+
+
+def build(kind: str, named: Iterable[tuple[str, Tensor]], **options: Any) -> Any:
+    """An optimizer of this class over parameters with names. The matrices of a ZeroMuon are its last group, AdamW's the first."""
+    named = list(named)
+    if kind != "ZeroMuon":
+        return {"ZeroAdamW": ZeroAdamW, "FusedAdamW": FusedAdamW}[kind](named, **options)
+    groups = [
+        {"params": [pair for pair in named if (pair[1].dim() == 2) is use_muon], "use_muon": use_muon}
+        for use_muon in (False, True)
+    ]
+    return ZeroMuon([group for group in groups if group["params"]], **options)
 
 
 def rank() -> int:
@@ -96,7 +112,7 @@ class Trainer:
         self.rank = rank()
         groups = self.probe.param_groups(run.options)
         self.optimizer = run.optimizer(groups, group=group, stage=run.stage, config=run.config)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor) if run.schedule else None
 
     def backward(self, step: int) -> None:
         """The backward passes of a step."""
@@ -123,7 +139,8 @@ class Trainer:
         if self.run.max_norm is not None:
             self.optimizer.clip_grad_norm_(self.run.max_norm)
         self.optimizer.step()
-        self.scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.optimizer.zero_grad()
 
     def train(self, steps: Iterable[int]) -> None:
@@ -192,17 +209,19 @@ class Compared(Trainer):
 
     def __init__(self, run: Run = Run(), group: Any = None) -> None:
         super().__init__(run, group)
-        moment_dtype = run.config.moment_dtype
+        specs, moment_dtype = [spec for spec in run.specs if spec.name not in run.frozen], run.config.moment_dtype
         self.reference = (
-            Undistributed(run.specs, moment_dtype)
+            Undistributed(specs, moment_dtype)
             if run.optimizer is ZeroAdamW
-            else UndistributedMuon(run.specs, moment_dtype, run.device)
+            else UndistributedMuon(specs, moment_dtype, run.device)
         )
+        self.options_of_added: list[Mapping[str, Any]] = []
 
-    def follow(self, step: int) -> None:
-        """The reference's step, with the gradients of all ranks."""
-        gradients = {spec.name: self.run.rounds(spec, step, world()) for spec in self.run.specs}
-        self.reference.step(gradients, self.run.options_at(step), self.run.max_norm)
+    def follow(self, step: int, ranks: int | None = None) -> None:
+        """The reference's step, with the gradients of that many ranks, by default of all."""
+        gradients = {name: self.run.rounds(spec, step, ranks or world()) for name, spec in self.reference.specs.items()}
+        options = [*self.run.options_at(step), *self.options_of_added]
+        self.reference.step(gradients, options, self.run.max_norm)
 
     def check(self, what: str) -> None:
         """The run and its reference hold the same state."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.optim.captured_runs import Repeated
+from tests.optim.captured_runs import repeated
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import (
     ADAM,
@@ -25,11 +25,10 @@ from tests.optim.runs import (
     boxes,
     rank,
     snapshot,
-    world,
 )
 from tests.optim.test_muon import MUON
 from tests.optim.test_switch import MISUSES
-from tests.optim.undistributed import Undistributed, UndistributedMuon
+from tests.optim.undistributed import UndistributedMuon
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroConfig, ZeroMuon, optim, verify
@@ -73,44 +72,25 @@ class Growing(Compared):
         self.added_before = MUON_ADDED if self.is_muon else ADDED_BEFORE
         late = [name for names in self.added_before.values() for name in names]
         super().__init__(dataclasses.replace(run, frozen=tuple(late)))
-        reference = UndistributedMuon if self.is_muon else Undistributed
-        self.reference = reference([s for s in run.specs if s.name not in late], run.config.moment_dtype)
-        self.options = [dict(options) for options in run.options]
-        self.added = 0
 
     def add(self) -> None:
         """Add the group that is next in `added_before`, with its options."""
-        names = list(self.added_before.values())[self.added]
-        options = (MUON_ADDED_OPTIONS if self.is_muon else ADDED_OPTIONS)[self.added]
+        added = len(self.options_of_added)
+        names = list(self.added_before.values())[added]
+        options = (MUON_ADDED_OPTIONS if self.is_muon else ADDED_OPTIONS)[added]
         params = [(name, self.probe.get_parameter(name).requires_grad_(True)) for name in names]
         self.optimizer.add_param_group({"params": params, **options})
-        number = len(self.options)
+        number = len(self.run.options) + added
         if isinstance(self.reference, UndistributedMuon) and options["use_muon"]:
             self.reference.muon_groups.add(number)
         self.reference.add(dataclasses.replace(s, group=number) for s in self.run.specs if s.name in names)
-        self.options.append(dict(options))
-        self.added += 1
-
-    def follow_on(self, step: int, ranks: int) -> None:
-        """The reference's step, with the gradients of so many ranks."""
-        gradients = {name: self.run.rounds(spec, step, ranks) for name, spec in self.reference.specs.items()}
-        self.reference.step(gradients, self.options, self.run.max_norm)
+        self.options_of_added.append(options)
 
     def train_step(self, step: int) -> None:
         if step in self.added_before:
             self.add()
             self.check(f"added before step {step}")
-        self.step(step)
-        self.follow_on(step, world())
-        self.check(f"step {step}")
-
-    def step(self, step: int) -> None:
-        """One step. The scheduler of the base class knows the groups of the beginning."""
-        self.backward(step)
-        if self.run.max_norm is not None:
-            self.optimizer.clip_grad_norm_(self.run.max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.go_on(step)
 
     def check(self, what: str) -> None:
         # A compact state holds codes, and the reference values.
@@ -148,15 +128,16 @@ def resume(run: Run, folder: str, ranks: int, adds: bool) -> None:
     for step in range(5):
         if step in growing.added_before:
             growing.add()
-        growing.follow_on(step, ranks)
+        growing.follow(step, ranks)
     trainer: Trainer = growing
     if not adds:
         specs = tuple(growing.reference.specs.values())
-        trainer = Trainer(dataclasses.replace(run, specs=specs, options=tuple(growing.options)))
+        options = (*run.options, *growing.options_of_added)
+        trainer = Trainer(dataclasses.replace(run, specs=specs, options=options))
     optim.load(trainer.optimizer, folder)
     assert_equals(trainer, growing.reference, "loaded")
     trainer.step(5)
-    growing.follow_on(5, world())
+    growing.follow(5)
     assert_equals(trainer, growing.reference, "a step later")
     verify(trainer.optimizer).raise_for_differences()
 
@@ -213,10 +194,7 @@ def test_averages(config: str) -> None:
 
 @pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32", "8 bits"])
 def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
-    with (
-        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
-        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
-    ):
+    with repeated():
         captured, eager = (Growing(Run(config=config)) for _ in range(2))
         step = captured.optimizer.capture(0.5)
         with mock.patch.object(step, "capture", wraps=step.capture) as recorded:
@@ -248,7 +226,6 @@ def test_groups_of_frozen_parameters() -> None:
     trainer.optimizer.add_param_group({"params": [("late", parameter)]})
     assert len(trainer.optimizer.param_groups) == 3
     assert trainer.optimizer.frozen["late"] is parameter
-    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
     trainer.step(0)
     parameter.requires_grad_(True)
     assert "were frozen" in error_of(lambda: trainer.step(1))

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zerocast
 from tests import casts
-from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import (
     DETERMINISTIC,
@@ -27,7 +26,6 @@ from tests.optim.runs import (
     Trainer,
     boxes,
     weight_bytes,
-    world,
 )
 from tests.optim.slow_gathers import slow_gathers
 from tests.selection import worlds
@@ -38,38 +36,35 @@ from zerocast.optim import EMA, ema
 SKIPPED = 2  # a step whose gradients are not finite
 
 
-class Averaged:
-    """A run beside its reference, and beside torch's average of the unsharded masters."""
+class Averaged(Compared):
+    """A run with an average, beside torch's average of the unsharded masters."""
 
     def __init__(self, config: ZeroConfig = DETERMINISTIC) -> None:
-        self.trainer = Compared(Run(config=config))
-        self.reference, self.ema = self.trainer.reference, EMA(self.trainer.optimizer, decay=0.9)
+        super().__init__(Run(config=config))
+        self.ema = EMA(self.optimizer, decay=0.9)
         self.wanted = {name: torch.from_numpy(master.copy()) for name, master in self.reference.master.items()}
 
     def step(self, step: int) -> None:
-        """One step; a skipped one changes nothing."""
-        optimizer = self.trainer.optimizer
+        """One step of both; a skipped one changes nothing."""
         if step == SKIPPED:
-            gradients = {spec.name: spec.gradient(step, self.trainer.rank) for spec in MIXED}
-            (self.trainer.probe.loss(gradients) * float("nan")).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            gradients = {spec.name: spec.gradient(step, self.rank) for spec in MIXED}
+            (self.probe.loss(gradients) * float("nan")).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             self.reference.skipped += 1
             return
-        self.trainer.step(step)
-        self.follow(step, world())
+        super().step(step)
+        self.follow(step)
 
-    def follow(self, step: int, ranks: int) -> None:
-        """What that many ranks make of a step."""
-        run = self.trainer.run
-        self.reference.step({s.name: run.rounds(s, step, ranks) for s in MIXED}, run.options)
+    def follow(self, step: int, ranks: int | None = None) -> None:
+        super().follow(step, ranks)
         names = list(self.wanted)
         masters = [torch.from_numpy(self.reference.master[name].copy()) for name in names]
         get_ema_multi_avg_fn(0.9)([self.wanted[name] for name in names], masters, step)
 
     def check(self, what: str) -> None:
         """The average is torch's, to the bit, and training is that of a run without one."""
-        self.trainer.check(what)
+        super().check(what)
         for name, found in self.ema.state_dict()["model"].items():
             for where, values in boxes(found):
                 casts.assert_same_bytes(
@@ -78,22 +73,20 @@ class Averaged:
 
     def check_swapped(self) -> None:
         """Live bytes are the unsharded cast of the average, with the scales that the live bytes had; delayed scaling stays."""
-        before = weight_bytes(self.trainer.probe)
-        scales = {
-            name: float(views["cast_scale"]) for name, views in self.trainer.optimizer.state_dict()["zerocast"].items()
-        }
+        before = weight_bytes(self.probe)
+        scales = {name: float(views["cast_scale"]) for name, views in self.optimizer.state_dict()["zerocast"].items()}
         with self.ema.swapped():
             for spec in MIXED:
-                found, average = weight_bytes(self.trainer.probe)[spec.name], self.wanted[spec.name].view(spec.shape)
+                found, average = weight_bytes(self.probe)[spec.name], self.wanted[spec.name].view(spec.shape)
                 if spec.fmt == PLAIN:
                     wanted = {"rowwise_data": casts.raw(average.to(spec.dtype))}
                 else:
                     wanted = casts.unsharded(spec.fmt, average, spec.dtype, scales.get(spec.name, 1.0))
                     wanted |= {key: before[spec.name][key] for key in ("scale", "amax_history") if key in found}
-                casts.assert_same_bytes(found, wanted, f"rank {self.trainer.rank}: {spec.name}")
-            assert zerocast.verify(self.trainer.optimizer).ok
+                casts.assert_same_bytes(found, wanted, f"rank {self.rank}: {spec.name}")
+            assert zerocast.verify(self.optimizer).ok
         for name, wanted in before.items():
-            casts.assert_same_bytes(weight_bytes(self.trainer.probe)[name], wanted, f"afterwards: {name}")
+            casts.assert_same_bytes(weight_bytes(self.probe)[name], wanted, f"afterwards: {name}")
 
 
 @pytest.mark.parametrize(
@@ -118,10 +111,9 @@ def not_meanwhile() -> list[str]:
     """What raises within a swap, each on every rank; nothing of it is left afterwards."""
     averaged = Averaged()
     averaged.step(0)
-    trainer, ema = averaged.trainer, averaged.ema
-    optimizer, said = trainer.optimizer, []
+    optimizer, ema, said = averaged.optimizer, averaged.ema, []
     state = ema.state_dict()
-    trainer.backward(1)
+    averaged.backward(1)
     calls: list[Any] = [
         optimizer.step,
         optimizer.state_dict,
@@ -141,8 +133,8 @@ def not_meanwhile() -> list[str]:
             said.append(str(caught.value))
     optimizer.step()
     optimizer.zero_grad()
-    trainer.follow(1)
-    trainer.check("after the swap")
+    averaged.follow(1)
+    averaged.check("after the swap")
     return said
 
 
@@ -163,12 +155,11 @@ def test_no_training_within_a_swap(ranks):
 def test_no_gradients_of_an_average():
     averaged = Averaged()
     averaged.step(0)
-    trainer = averaged.trainer
     with averaged.ema.swapped(), pytest.raises(RuntimeError, match=r"a backward pass within"):
-        trainer.backward(1)
+        averaged.backward(1)
     with pytest.raises(RuntimeError, match="zero_grad"):
-        trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+        averaged.optimizer.step()
+    averaged.optimizer.zero_grad()
     averaged.step(1)
     averaged.check("after zero_grad")
 
@@ -181,24 +172,6 @@ def test_an_exception_inside_restores():
     averaged.check("after it")
     averaged.step(1)
     averaged.check("a step later")
-
-
-@pytest.mark.parametrize("leaving", [False, True])
-def test_a_swap_that_dies_leaves_it_partial(leaving):
-    averaged = Averaged()
-    averaged.step(0)
-    optimizer, swap = averaged.trainer.optimizer, averaged.ema.swapped()
-    state = copy.deepcopy(optimizer.state_dict())
-    if leaving:
-        swap.__enter__()
-    with pytest.raises(torch.OutOfMemoryError), OutOfMemory(at=12):
-        swap.__exit__(None, None, None) if leaving else swap.__enter__()
-    for call in (optimizer.step, optimizer.state_dict, averaged.ema.swapped().__enter__):
-        with pytest.raises(RuntimeError, match="failed partway"):
-            call()
-    optimizer.load_state_dict(state)
-    averaged.ema.load_state_dict({"model": averaged.ema._averages.state.masters_of(averaged.ema._average)})
-    averaged.check("loaded")
 
 
 def interrupted(call: Any, at: int) -> bool:
@@ -234,7 +207,7 @@ def test_an_interrupted_swap():
     """No step trains from an average."""
     averaged = Averaged()
     averaged.step(0)
-    optimizer = averaged.trainer.optimizer
+    optimizer = averaged.optimizer
     state, average = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(averaged.ema.state_dict())
 
     def evaluate() -> None:
@@ -247,6 +220,9 @@ def test_an_interrupted_swap():
             break
         said.add(refused := error_of(optimizer.state_dict).partition(" failed partway")[0])
         if refused:
+            assert all(
+                " failed partway" in error_of(call) for call in (optimizer.step, averaged.ema.swapped().__enter__)
+            )
             optimizer.load_state_dict(state)
             averaged.ema.load_state_dict(average)
         averaged.check(f"interrupted at place {at}")
@@ -257,10 +233,10 @@ def test_an_interrupted_swap():
 
 def test_a_step_that_is_interrupted_before_its_average():
     averaged = Averaged()
-    averaged.trainer.backward(0)
+    averaged.backward(0)
     with mock.patch.object(ZeroAdamW, "_finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        averaged.trainer.optimizer.step()
-    averaged.trainer.optimizer.zero_grad()
+        averaged.optimizer.step()
+    averaged.optimizer.zero_grad()
     averaged.follow(0, ranks=1)
     averaged.step(1)
     averaged.check("a step later")
@@ -271,22 +247,21 @@ def resumed(folder: str) -> None:
     averaged = Averaged()
     averaged.step(0)
     averaged.step(1)
-    zerocast.optim.save(averaged.trainer.optimizer, folder, extra=averaged.ema.state_dict()["model"])
+    zerocast.optim.save(averaged.optimizer, folder, extra=averaged.ema.state_dict()["model"])
 
 
 def go_on(folder: str) -> None:
     averaged = Averaged()
     for step in range(2):
         averaged.follow(step, ranks=2)
-    again = averaged.trainer
     state = averaged.ema.state_dict()
-    zerocast.optim.load(again.optimizer, folder, extra=state["model"])
+    zerocast.optim.load(averaged.optimizer, folder, extra=state["model"])
     with pytest.raises(RuntimeError, match="the average does not belong to them"):
-        again.optimizer.step()
+        averaged.optimizer.step()
     averaged.ema.load_state_dict(state)
     averaged.check("loaded")
     averaged.check_swapped()
-    zerocast.optim.load_masters(again.optimizer, averaged.wanted)
+    zerocast.optim.load_masters(averaged.optimizer, averaged.wanted)
     with pytest.raises(RuntimeError, match="the average does not belong to them"), averaged.ema.swapped():
         pass
     averaged.ema.reset()
@@ -303,7 +278,7 @@ def test_saved_on_two_ranks_and_loaded_on_three_and_one(ranks, tmp_path):
 def test_an_average_may_be_loaded_before_the_optimizer(tmp_path):
     averaged = Averaged()
     averaged.step(0)
-    optimizer, state = averaged.trainer.optimizer, copy.deepcopy(averaged.ema.state_dict())
+    optimizer, state = averaged.optimizer, copy.deepcopy(averaged.ema.state_dict())
     zerocast.optim.save(optimizer, tmp_path / "saved")
     averaged.step(1)
     for load in (
@@ -325,7 +300,7 @@ def test_what_does_not_fit_is_refused():
             averaged.ema.load_state_dict({"model": broken})
     for decay in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=r"in \[0, 1\]"):
-            EMA(averaged.trainer.optimizer, decay)
+            EMA(averaged.optimizer, decay)
     averaged.check("refused")
 
 
@@ -335,27 +310,14 @@ def test_a_decay_by_step_is_the_equal_average():
     for step in (0, 1, 3):
         averaged.ema.decay = 1 - 1 / (len(masters) + 1)
         averaged.step(step)
-        masters.append(averaged.trainer.optimizer.state_dict()["model"]["nv"].clone())
+        masters.append(averaged.optimizer.state_dict()["model"]["nv"].clone())
     torch.testing.assert_close(averaged.ema.state_dict()["model"]["nv"], torch.stack(masters).mean(0))
-
-
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}], ids=["default", "multi"])
-def test_torchs_average_of_quantized_weights_raises(options):
-    model = nn.Linear(64, 32)
-    zerocast.quantize_(model, zerocast.Recipe({"weight": "nvfp4"}))
-    optimizer = ZeroAdamW(model.named_parameters())
-    average = AveragedModel(model, **options)
-    average.update_parameters(model)  # the first one copies
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"zerocast\.optim\.EMA"):
-        average.update_parameters(model)
 
 
 @pytest.mark.parametrize("same", ["parameters", "storage"])
 def test_a_taken_over_optimizer_swaps_nothing_in(same):
     averaged = Averaged()
-    probe = averaged.trainer.probe
+    probe = averaged.probe
     nv = nn.Parameter(probe.get_parameter("nv").share())
     second = ZeroAdamW([("nv", nv)] if same == "storage" else probe.named_parameters())
     with pytest.raises(RuntimeError, match="another optimizer"), averaged.ema.swapped():
@@ -366,7 +328,7 @@ def test_a_taken_over_optimizer_swaps_nothing_in(same):
 def test_an_average_without_memory_follows_no_step(monkeypatch):
     """Whoever kept the exception keeps the object that was not finished."""
     averaged = Averaged()
-    optimizer = averaged.trainer.optimizer
+    optimizer = averaged.optimizer
     monkeypatch.setattr(optimizer.averages, "count", mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError)))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         EMA(optimizer)

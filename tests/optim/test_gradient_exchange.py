@@ -23,8 +23,8 @@ from tests.optim.memory import live_bytes, settled_bytes
 from tests.optim.probe import BF16, FP32
 from tests.optim.runs import Trainer
 from tests.optim.test_muon import RUN
-from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import worlds
+from tests.traffic import Traffic
 from tests.workers import on_ranks
 from zerocast import ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import Layout, flat_numel, lay_out
@@ -140,10 +140,9 @@ def test_a_step_holds_a_round_beside_the_shard(world: int, bucket_layers: int) -
 def test_initial_values_are_sent_by_owner() -> None:
     """One bucket holds all of them."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    with recorded() as log:
+    with Traffic() as traffic:
         ZeroMuon([{"params": model.named_parameters(), "use_muon": True}])
-    sizes = [nbytes for kind, nbytes in log if kind == "broadcast"]
-    assert sizes == [LAYERS // 3 * LAYER] * 3
+    assert traffic.sent["broadcast"] == [LAYERS // 3 * LAYER] * 3
 
 
 def test_one_rank_exchanges_and_copies_nothing() -> None:
@@ -155,9 +154,9 @@ def test_one_rank_exchanges_and_copies_nothing() -> None:
     assert len(delivered) == len([spec for spec in RUN.specs if not spec.group]) + 2  # a stack of three
     inside = range(flat.data_ptr(), flat.data_ptr() + flat.nbytes)
     assert all(gradient.data_ptr() in inside for gradient in delivered)
-    with recorded() as log, sent_in_exchanges() as sent:
+    with Traffic() as traffic:
         trainer.optimizer.step()
-    assert not log and not sent
+    assert not traffic.log
 
 
 EXCHANGE = "zerocast.optim.gradient_exchange:GradientExchange"

@@ -1,5 +1,6 @@
-"""Parameter groups, process groups, schedulers, and what an optimizer makes of unusual parameters."""
+"""Parameter groups, process groups, schedulers, hooks of steps, and what an optimizer makes of unusual parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests import casts
 from tests.optim.probe import MIXED, Probe, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Compared, Run, weight_bytes
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, KINDS, Compared, Run, build, weight_bytes
 from tests.optim.undistributed import Undistributed, mean
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW
-
-NAN = float("nan")
 
 
 def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
@@ -110,3 +110,34 @@ def test_strides_do_not_matter():
             (parameter * torch.arange(8.0)).square().sum().backward()
             optimizer.step()
     assert torch.equal(strided, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_steps_run_once_a_step(kind: str) -> None:
+    """Hooks before a step see the old values, those after it the new ones. A hook that was removed sees nothing."""
+    model = nn.Linear(16, 16)
+    optimizer = build(kind, model.named_parameters())
+    seen: list[tuple[str, object, bool]] = []
+    before = model.weight.detach().clone()
+
+    def note(when: str) -> Callable[..., None]:
+        return lambda who, *_: seen.append((when, who, torch.equal(model.weight, before)))
+
+    hooks: list[Any] = [
+        register_optimizer_step_pre_hook(note("before any")),
+        register_optimizer_step_post_hook(note("after any")),
+        optimizer.register_step_pre_hook(note("before")),
+        optimizer.register_step_post_hook(note("after")),
+    ]
+    try:
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    expected = [("before any", True), ("before", True), ("after", False), ("after any", False)]
+    assert sorted((when, is_old) for when, _, is_old in seen) == sorted(expected)
+    assert all(who is optimizer for _, who, _ in seen)
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    assert len(seen) == len(expected)

@@ -1,9 +1,11 @@
-"""Memory: no new buffers after the first step, and nothing that a dropped optimizer or a backward pass leaves behind.
+"""Memory: no new buffers after the first step, and nothing that a dropped optimizer or a backward pass leaves behind, on its model
+or in the process.
 
 That a run holds what `zerocast plan` says, gradients and buckets in flight too, is asked in `tests/cli/test_plan.py`.
 """
 
 import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+import zerocast
+from tests import growth
 from tests.optim.memory import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
-from tests.optim.runs import ADAM, Run, Trainer
-from tests.workers import on_ranks
-from zerocast import ZeroAdamW, ZeroConfig
+from tests.optim.runs import ADAM, OVERLAP, Run, Trainer, weight_bytes
+from tests.workers import Ranks, on_ranks
+from zerocast import Recipe, ZeroAdamW, ZeroConfig
 from zerocast.optim import gradients, reduction
 
 
@@ -98,3 +102,93 @@ def test_a_discarded_optimizer_holds_no_buckets_back():
         assert not ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())._reducer._company
     finally:
         gc.enable()
+
+
+def test_an_optimizer_is_freed_with_its_last_reference():
+    """No cycle keeps masters alive; its hooks then do nothing, and gradients stay on the parameters."""
+    torch.optim.SGD(
+        [torch.zeros(1)]
+    )  # the first of a process imports torch's compiler, which leaves frames to the collector
+    gc.disable()
+    try:
+        trainer = Trainer(Run(config=OVERLAP))
+        trainer.step(0)
+        optimizer, probe = weakref.ref(trainer.optimizer), trainer.probe
+        del trainer
+        assert optimizer() is None
+    finally:
+        gc.enable()
+    probe.backward(1, 0)
+    assert probe.get_parameter("nv").grad is not None
+    assert weight_bytes(probe)
+
+
+# -- what grows with optimizers that are built, used and dropped
+
+WARM = 4
+FORMATS = Recipe({"0.weight": "nvfp4", "1.weight": "fp8_delayed", "2.weight": "mxfp8"})
+MOST_BYTES = 2**17  # an optimizer, where a leaked one would be 2**19 and more
+
+
+def model() -> nn.Sequential:
+    """Three formats and biases; masters and moments of 200 KB."""
+    made = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4)))
+    zerocast.quantize_(made, FORMATS)
+    return made
+
+
+def train(made: nn.Module, *optimizers: ZeroAdamW) -> None:
+    for optimizer in optimizers:
+        made(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Optimizers:
+    """Optimizers that are built and used, one after the other."""
+
+    def __init__(self, life: str) -> None:
+        self.life, self.model = life, model()
+        # An optimizer that stays gives each of the others a process group of its own.
+        self.kept = [ZeroAdamW(self.model[:2].named_parameters())] if life == "beside one that stays" else []
+
+    def build(self) -> None:
+        if self.life == "new models":
+            self.model = model()
+        optimizer: Any = ZeroAdamW(self.model[2 * len(self.kept) :].named_parameters())
+        if self.life == "in cycles":  # which only a garbage collection lets go of
+            optimizer.itself = optimizer
+        train(self.model, optimizer, *self.kept)
+
+
+def build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], float, set[int]]:
+    """What has grown after so many, the bytes an optimizer, and the hooks on each parameter."""
+    optimizers = Optimizers(life)
+    for _ in range(WARM):
+        optimizers.build()
+    before, memory = growth.held(), growth.resident()
+    for _ in range(count):
+        optimizers.build()
+    after = growth.held()
+    for _ in range(3):  # what another thread was just letting go of is gone then, what is left behind is not
+        optimizers.build()
+        after &= growth.held()
+    hooks = {len(parameter._post_accumulate_grad_hooks or ()) for parameter in optimizers.model.parameters()}
+    used = (growth.resident() - memory) / (count + 3)
+    del optimizers
+    gc.collect()
+    return growth.grown(before, after), used, hooks
+
+
+SHORT = (("one model", 1, 3), ("beside one that stays", 2, 3))
+LIVES = ("one model", "new models", "beside one that stays", "in cycles")
+LONG = [pytest.param(life, world, 200, marks=pytest.mark.slow) for life in LIVES for world in (1, 2)]
+
+
+@pytest.mark.parametrize(("life", "world", "count"), [*SHORT, *LONG])
+def test_optimizers_that_are_dropped(ranks: Ranks, life: str, world: int, count: int) -> None:
+    for grown, used, hooks in ranks(world)(build_and_drop, life, count, timeout=600.0):
+        assert grown == {}
+        assert used < MOST_BYTES or count < 200, used
+        assert hooks <= {0, 1}

@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tests.fsdp2.models import slow
 from tests.optim.probe import FP32, MIXED, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, rank, world
-from tests.optim.traffic import recorded
 from tests.selection import worlds
+from tests.traffic import Traffic
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
@@ -73,11 +73,11 @@ def test_norms(stage, config):
     fast = trainer.optimizer.clip_grad_norm_(1e30)
     for norm_type in (2.0, INF, 1.0, 3.0):
         for foreach in (None, True, False):
-            with recorded() as log:
+            with Traffic() as traffic:
                 total = get_total_norm(gradients(trainer), norm_type, foreach=foreach)
             wanted = torch.linalg.vector_norm(values, norm_type)
             assert ulps(total, wanted.float()) <= 4, (norm_type, foreach, total, wanted)
-            assert len(log) == (1 if foreach is None and world() > 1 else 0), (norm_type, foreach, log)
+            assert len(traffic.log) == (1 if foreach is None and world() > 1 else 0), (norm_type, foreach, traffic.log)
     assert ulps(get_total_norm(gradients(trainer)), fast) <= 4
     assert gradients(trainer)[0].norm().dtype == FP32
     some = gradients(trainer)[3:7]
@@ -188,11 +188,11 @@ def test_one_collective_for_all_norms():
         trainer = Trainer(Run(config=LIBRARY))
         trainer.probe.backward(BUSY, rank())
         trainer.optimizer._reducer.finish()
-        with recorded() as log:
+        with Traffic() as traffic:
             clip(trainer)
-            of_clip = len(log)
+            of_clip = len(traffic.log)
             trainer.optimizer.step()
-        counts[how] = of_clip, sum(kind == "all-reduce" for kind, _ in log)
+        counts[how] = of_clip, len(traffic.sent["all-reduce"])
     least = counts["not at all"][1]
     assert counts == {
         "not at all": (0, least),
@@ -279,7 +279,7 @@ def test_stale_gradients(stage):
     successor = ZeroAdamW(trainer.probe.named_parameters(), config=LIBRARY)
     with pytest.raises(RuntimeError, match="another optimizer was built"):
         kept.norm()
-    del trainer.optimizer, trainer.scheduler
+    del trainer.optimizer
     with pytest.raises(RuntimeError, match="optimizer that this gradient belonged to is gone"):
         kept.norm()
     successor.step()

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerocast
 from tests import casts
-from tests.optim.captured_runs import Case, Repeated, Trainee
+from tests.optim.captured_runs import Case, Trainee, repeated
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import Compared, Run, Trainer, snapshot
@@ -247,15 +247,12 @@ def test_memory_that_runs_out_anywhere():
 def test_captured_steps_are_captured_again():
     trainees = [Trainee(Case()) for _ in range(2)]
     captured, eager = trainees
-    with (
-        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
-        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
-    ):
-        step = captured.optimizer.capture(captured.case.max_norm)
+    with repeated():
+        step = captured.optimizer.capture(captured.run.max_norm)
     unknown = captured.capture()  # of which the optimizer does not know
     for number in range(4):
         for trainee in trainees:
-            trainee.gradients(number)
+            trainee.backward(number)
         step()
         eager.ordinary_step()
         if number == 1:
@@ -265,7 +262,7 @@ def test_captured_steps_are_captured_again():
             assert captured.held().keys() == eager.held().keys()
     casts.assert_same_bytes(captured.held(), eager.held())
     for trainee in trainees:
-        trainee.gradients(4)
+        trainee.backward(4)
     unknown()  # finds that memory moved, takes an ordinary step and records again
     eager.ordinary_step()
     casts.assert_same_bytes(captured.held(), eager.held())

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import zerocast
 from tests.observed import debug_mode, same_on_all
-from tests.optim.probe import BF16, MIXED, Probe
-from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer
+from tests.optim.probe import BF16, FP16, MIXED, Probe
+from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer, build
 from tests.optim.slow_gathers import slow_gathers
 from tests.workers import on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -144,3 +145,40 @@ def test_bf16_values_are_compared_bit_by_bit():
     optimizer = ZeroAdamW([("p", parameter)])
     parameter.data = parameter.data.clone()
     optimizer.step()
+
+
+def test_a_converted_parameter_is_refused():
+    trainer = Trainer(Run())
+    parameter = trainer.probe.get_parameter("norm")
+    parameter.data = parameter.data.to(FP16)
+    with pytest.raises(RuntimeError, match="float16"):
+        trainer.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon"])
+@pytest.mark.notices(
+    "a frozen bias or norm is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
+)
+def test_a_plain_parameter_that_is_unfrozen(kind):
+    """It raises with or without a gradient on this rank, until it is frozen again or another optimizer trains it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
+    zerocast.quantize_(model, {"0.weight": "nvfp4"})
+    model[1].requires_grad_(False)
+    optimizer = build(kind, model.named_parameters())
+    for with_gradient in (False, True):
+        model[1].bias.requires_grad_(True)
+        if with_gradient:
+            model(torch.randn(4, 64).bfloat16()).sum().backward()
+        with pytest.raises(RuntimeError, match=r"1 parameters were frozen when this Zero\w+ was built .* 1\.bias:"):
+            optimizer.step()
+        model[1].bias.requires_grad_(False)
+        model(torch.randn(4, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model[1].bias.requires_grad_(True)
+    other = build(kind, [("bias", model[1].bias)])
+    before = model[1].bias.detach().clone()
+    model(torch.randn(4, 64).bfloat16()).sum().backward()
+    optimizer.step()
+    other.step()
+    assert not torch.equal(before, model[1].bias)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ import zerocast
 from examples.rollout.transport import receive, send
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
-from tests.optim.traffic import recorded
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
+from tests.traffic import Traffic
 from tests.workers import on_ranks
 from zerocast import gemm
 from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized
@@ -130,10 +129,10 @@ def test_a_delta_exchanges_no_objects() -> None:
     run = Run()
     run.full()
     run.step()
-    with recorded() as log:
+    with Traffic() as traffic:
         run.delta()
     run.check()
-    assert Counter(kind for kind, _ in log)["objects"] == 0
+    assert not traffic.sent["objects"]
 
 
 @on_ranks(2)

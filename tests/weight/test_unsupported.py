@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerocast
 from tests import casts
@@ -132,6 +133,14 @@ class PeftLinear(nn.Module):
             base.weight.data += delta
 
 
+def torchs_average(**options: Any) -> None:
+    """A second update, since the first one copies."""
+    averaged = model()
+    average = AveragedModel(averaged, **options)
+    average.update_parameters(averaged)
+    average.update_parameters(averaged)
+
+
 def save_pretrained(saved: nn.Module) -> None:
     """What transformers asks of every tensor before it saves."""
     for tensor in saved.state_dict().values():
@@ -175,7 +184,8 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
     "reset_parameters": (lambda: model()[0].reset_parameters(), "INITIALISE"),  # type: ignore[operator]
     "decay": (lambda: plain().mul_(0.9), "WRITE"),
     "weights clipped": (lambda: [p.data.clamp_(-1, 1) for p in model().parameters()], "WRITE"),
-    "an EMA of weights": (lambda: torch.zeros(32, 64, dtype=torch.bfloat16).lerp_(plain(), 0.1), "AVERAGE"),
+    "torch's average": (torchs_average, "AVERAGE"),
+    "torch's EMA": (lambda: torchs_average(multi_avg_fn=get_ema_multi_avg_fn(0.9)), "AVERAGE"),
     "foreach in place": (lambda: torch._foreach_mul_([plain()], 2.0), "OPTIMIZER"),
     "zeros_like": (lambda: torch.zeros_like(plain()), "LIKE"),
     "norm": (lambda: utils.get_total_norm([plain()]), "VALUES"),
