@@ -9,8 +9,9 @@ from torch import Tensor
 from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 
+from .adapters import is_quantized
 from .entry import Entry, entries_of, parts_of
-from .plan_cache import CachedPlan, plans
+from .plan_cache import CachedPlan, forget_plans, plans_of
 from .transposes import forget_copies
 from .weight_view import WeightView, forget_view
 
@@ -56,7 +57,9 @@ def quantize_master_weights(
     check_same_call(members, _CALL)
     given = model_weights, master_weights, start_offsets
     # The fast path of every step but the first: all objects and addresses are as in the last call.
-    unchanged = plans.find_unchanged(*given, members) if model_weights and fsdp_shard_model_weights is None else None
+    unchanged: CachedPlan | None = None
+    if model_weights and is_quantized(model_weights[0]) and fsdp_shard_model_weights is None:
+        unchanged = next((cached for cached in plans_of(model_weights) if cached.matches(*given, members)), None)
     if unchanged is not None:
         if not manual_post_all_gather_processing:
             _drop_copies(unchanged.parts(model_weights))
@@ -70,10 +73,6 @@ def quantize_master_weights(
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
         _drop_copies([(entry.tensor, entry.view) for entry in entries])
-    # If the cast raises, the next call must not take the fast path.
-    cached.forget_fingerprint()
-    for entry in entries:
-        entry.view.share(entry.tensor)
     cached.cast(entries)
     if fsdp_shard_model_weights is None:
         cached.remember(entries, *given)
@@ -90,7 +89,7 @@ def release(model_weights: Sequence[Any]) -> None:
     before its model. The next call with these weights builds a new plan.
     """
     for weight in model_weights:
-        plans.drop(weight)
+        forget_plans(weight)
         for part in parts_of(weight):
             forget_view(part)
     forget_copies()
@@ -116,10 +115,13 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
         entries = entries_of(model_weights, *lists)
     except Exception as error:  # of any class: the other ranks wait for this one
         problem = error
-        known = plans.newest(model_weights[0]) if model_weights else None
-        if known is not None:
+        # The other ranks are most likely in the cast of the newest plan.
+        for known in plans_of(model_weights)[-1:] if model_weights else ():
             known.refuse(error)
-    cached = None if problem else plans.find(model_weights, [entry.view for entry in entries], members)
+    cached: CachedPlan | None = None
+    if problem is None:
+        views = [entry.view for entry in entries]
+        cached = next((known for known in plans_of(model_weights) if known.is_of(views, members)), None)
     changed = None if cached is None else cached.changed(entries)
     if cached is not None and changed is not None and members.size > 1:
         cached.refuse(
@@ -130,8 +132,8 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
         )
     if cached is None or changed is not None:
         if cached is not None:
-            plans.drop(model_weights[0])
+            forget_plans(model_weights[0])
         validate_across_ranks(members, [], problem, what=_CALL)
         cached = CachedPlan(entries, members)
-        plans.add(model_weights, cached)
+        plans_of(model_weights).append(cached)
     return cached, entries

@@ -1,4 +1,4 @@
-"""PlanCache: the plan of each list of weights, from one call to the next.
+"""CachedPlan: the plan of a list of weights, from one call to the next.
 
 TransformerEngine's interface is a function without state, and building a plan is collective. So
 plans are cached here.
@@ -17,7 +17,6 @@ from zerocast.distributed.group import Group
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Validity
 
-from .adapters import is_quantized
 from .entry import Entry
 from .fingerprint import Fingerprint
 from .weight_view import WeightView
@@ -90,10 +89,6 @@ class CachedPlan:
             )
             self._given = _facts(masters), list(starts)
 
-    def forget_fingerprint(self) -> None:
-        """Forget the last call, at the start of one that may differ from it."""
-        self._fingerprint = None
-
     def matches(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> bool:
@@ -123,6 +118,10 @@ class CachedPlan:
 
     def cast(self, entries: Sequence[Entry]) -> None:
         """Cast the masters of this call, which may have moved since the last one."""
+        # If the cast raises, the next call must not take the fast path.
+        self._fingerprint = None
+        for entry in entries:
+            entry.view.share(entry.tensor)
         addresses = _addresses(entries)
         if addresses != self._addresses:
             self._driver.move_masters(*_lists(entries))
@@ -132,41 +131,21 @@ class CachedPlan:
             entry.scatter()
 
 
-class PlanCache:
-    """Plans by list of weights. A plan lives as long as the first weight of its list."""
-
-    def __init__(self) -> None:
-        self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def find(self, model_weights: Sequence[Any], views: Sequence[WeightView], group: Group) -> CachedPlan | None:
-        """Return the plan of these weights, if one was built."""
-        candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
-        return next((cached for cached in candidates if cached.is_of(views, group)), None)
-
-    def find_unchanged(
-        self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
-    ) -> CachedPlan | None:
-        """Return the plan whose last call had exactly these weights and masters, or None."""
-        if not is_quantized(model_weights[0]):
-            return None
-        candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
-        return next((cached for cached in candidates if cached.matches(model_weights, masters, starts, group)), None)
-
-    def add(self, model_weights: Sequence[Any], cached: CachedPlan) -> None:
-        """Add the plan of a list of weights."""
-        self._by_first.setdefault(model_weights[0], []).append(cached)
-
-    def drop(self, weight: Any) -> None:
-        """Drop the plans of all lists that begin with this weight."""
-        self._by_first.pop(weight, None)
-
-    def newest(self, weight: Any) -> CachedPlan | None:
-        """Return the newest plan of a list that begins with this weight."""
-        candidates: list[CachedPlan | None] = self._by_first.get(weight, [None])
-        return candidates[-1]
+# The plans of lists of weights by the first weight of a list, for as long as that lives.
+_plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-plans = PlanCache()
+def plans_of(model_weights: Sequence[Any]) -> list[CachedPlan]:
+    """Return the plans of all lists that begin with the same weight, oldest first. A new plan is
+    appended to them.
+    """
+    plans: list[CachedPlan] = _plans.setdefault(model_weights[0], [])
+    return plans
+
+
+def forget_plans(weight: Any) -> None:
+    """Drop the plans of all lists that begin with this weight."""
+    _plans.pop(weight, None)
 
 
 def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:

@@ -9,7 +9,7 @@ from zerocast.distributed.group import Group, GroupLike
 from zerocast.verification.master_views import MasterView, MasterViews
 
 from .entry import directions, is_hybrid, parts_of
-from .plan_cache import CachedPlan, plans
+from .plan_cache import CachedPlan, plans_of
 from .weight_view import WeightView, view_of
 
 
@@ -61,7 +61,8 @@ class MastersOf:
         return sources
 
     def _cached(self, views: list[WeightView]) -> CachedPlan:
-        cached = plans.find(self._model_weights, views, self._group) if self._model_weights else None
+        plans = plans_of(self._model_weights) if self._model_weights else ()
+        cached = next((cached for cached in plans if cached.is_of(views, self._group)), None)
         if cached is None:
             raise ValueError(
                 f"no masters are known of these {len(self._model_weights)} weights: pass the list, in its order, and the group "

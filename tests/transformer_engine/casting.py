@@ -44,9 +44,9 @@ class Casting:
 
     def forget_call(self) -> None:
         """The masters of the next call are others, and some contents are not finite."""
-        from zerocast.integrations.transformer_engine.plan_cache import plans
+        from zerocast.integrations.transformer_engine.plan_cache import plans_of
 
-        for cached in plans._by_first.get(self.tensors[0], []):
+        for cached in plans_of(self.tensors):
             cached._driver.plan.forget_call()
 
     def payloads(self, index: int) -> list[Tensor]:
