@@ -12,23 +12,24 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.host import CastDriver, Host
-from zerocast.distributed.agreement import together
+from zerocast.distributed.agreement import together, validate_across_ranks
+from zerocast.formats.layout import byte_range
 from zerocast.integrations.patches import Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use, debugging
 
 from . import hooks, host, offload, unattached
-from .gathers import GatherLock, Gathers
+from .gathers import AttachedShare, GatherLock, Gathers
 from .guard import MethodGuard
-from .hooks import AttachedShare
 from .primary import TETensors, is_primary
-from .shards import OwnedShare, agree, collect
-from .validate import validate
+from .shards import OwnedShare, collect
+from .validate import has_stepped, validate
 
 Result = TypeVar("Result")
 
@@ -50,16 +51,18 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     with Patches() as patches, host.known_api():
-        distributed = validate(optimizer, chunks, verify_every)
+        distributed = host.distributed_optimizers(optimizer)
+        validate(optimizer, distributed, chunks, verify_every)
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
             # Before `collect`, which then finds the masters in CPU memory.
             for inner in distributed:
                 offload.keep_on_cpu(inner, patches)
         owned_shares = collect(distributed, chunks)
-        was_detached = any(owned.detached is not None for owned in owned_shares)
-        _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=was_detached))
+        left = [state for state in map(unattached.state_left_in, distributed) if state is not None]
+        _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=bool(left)))
 
-        guard = MethodGuard(unattached.partial_validity(owned.detached for owned in owned_shares))
+        # Weights that the last attachment left partial stay partial for the new one.
+        guard = MethodGuard(next((state.validity for state in left if state.validity.partial), None))
         shares: list[AttachedShare] = []
         # A model whose weights are all plain has nothing to cast.
         if any(owned.weights for owned in owned_shares):
@@ -88,6 +91,71 @@ def _each_on_all_ranks(owned_shares: Sequence[OwnedShare], work: Callable[[Owned
     return results
 
 
+def agree(owned: OwnedShare, was_detached: bool) -> None:
+    """Raise, on all ranks that share masters, if one of them finds an error. Collective.
+
+    `was_detached` is True if an earlier attachment of these optimizers was detached.
+    """
+    # An optimizer of plain parameters keeps no state of that attachment, under which it may have
+    # stepped.
+    is_of_detached = unattached.state_left_in(owned.optimizer) is not None
+    may_have_stepped = is_of_detached or (was_detached and not owned.weights)
+    problem: Exception | None = None
+    if not may_have_stepped and has_stepped(owned.optimizer):
+        problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
+    elif wrong := bytes_not_sent(owned):
+        problem = ValueError(wrong)
+    validate_across_ranks(owned.group, owned.names, problem, "attaches zerocast")
+    if wrong := elements_without_owner(owned):
+        raise ValueError(wrong)
+
+
+def bytes_not_sent(owned: OwnedShare) -> str | None:
+    """Return the error if this rank casts bytes that it does not send, or None.
+
+    In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
+    outside its part are overwritten by those of a different rank.
+    """
+    places = {
+        param: (group, bucket)
+        for group in owned.bucket_groups
+        for bucket in group.buckets
+        for param in bucket.params_list
+    }
+    for i, (name, param, weight) in enumerate(zip(owned.names, owned.params, owned.weights, strict=True)):
+        if param not in places:
+            return f"{name} is owned by the optimizer, and in no bucket of the model chunks that were given"
+        group, bucket = places[param]
+        data, rowwise = bucket.param_data, weight.rowwise_data
+        if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
+            return f"{name} is not in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
+        offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
+        span = owned.span(i)
+        first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
+        size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
+        sent = data.numel() * data.element_size() // size
+        low, high = rank * sent, (rank + 1) * sent
+        if span.numel and not low <= offset + first <= offset + last <= high:
+            return (
+                f"{name} ({weight.format}): this rank casts elements [{span.start}, {span.stop}), bytes "
+                f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); codes "
+                "outside of these would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
+            )
+    return None
+
+
+def elements_without_owner(owned: OwnedShare) -> str | None:
+    """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
+    counts = [owned.span(i).numel for i in range(len(owned.weights))]
+    totals = torch.tensor(counts, dtype=torch.int64, device=owned.group.device)
+    if counts:
+        owned.group.all_reduce_sum(totals, "the elements that ranks own")
+    for name, weight, count in zip(owned.names, owned.weights, totals.tolist(), strict=True):
+        if count != weight.numel():
+            return f"{name} has {weight.numel()} elements, and the ranks of its group own {count}"
+    return None
+
+
 def build_share(owned: OwnedShare, lock: GatherLock, guard: MethodGuard, patches: Patches) -> AttachedShare:
     """Build the gathers and the plan of casts of one share. Collective."""
     te_tensors = TETensors(owned.names, owned.params, owned.weights)
@@ -108,7 +176,8 @@ def build_share(owned: OwnedShare, lock: GatherLock, guard: MethodGuard, patches
         )
     )
     delayed = driver.plan.delayed
-    earlier_scaling = None if owned.detached is None else owned.detached.delayed.get(owned.share.suffix)
+    left = unattached.state_left_in(owned.optimizer)
+    earlier_scaling = None if left is None else left.delayed.get(owned.share.suffix)
     if earlier_scaling is None:
         # First attachment: all ranks use the scales of rank 0, since the bytes of different ranks
         # are gathered into one weight with one scale.

@@ -7,8 +7,7 @@ as `zerocast.<name>.<buffer>`, and a load uses these.
 """
 
 import functools
-import itertools
-import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,22 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
-from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.checkpoint.untrained import own_buffers, take_buffers
+from zerocast.integrations.patches import Patch, Patches
 from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
-from . import host, optimizer_kinds
-from .guard import MethodGuard
+from . import host
+from .gathers import AttachedShare
 from .primary import is_primary, target_of_load, weight_of
 
-# The entry of an optimizer's state dict with the state of delayed scaling.
-SCALING = "zerocast_scaling"
 # The padded length of a format's text in the entry of a frozen weight: a checkpoint's tensors have
 # fixed shapes.
 FORMAT_BYTES = 256
-logger = logging.getLogger(__name__)
 # The attribute of an entry that every rank reads before anything is written or loaded. An error
 # there raises on all ranks.
 _ASKED_FIRST = "without_data"
@@ -120,6 +116,21 @@ def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
 define(torch.ops.aten.is_pinned.default, _not_written)
 
 
+def hook_chunks(patches: Patches, chunks: Sequence[Any], shares: Sequence[AttachedShare]) -> None:
+    """Let chunks save and load plain values, until `patches` are undone."""
+    # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
+    # claim alive once its attachment is gone.
+    claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
+    for share in shares:
+        assert share.driver.claim is not None
+        claims.update(dict.fromkeys(map(id, share.owned.params), share.driver.claim))
+    for chunk in chunks:
+        module = chunk.module
+        patches.apply([Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict))])
+        for remove in load_plain_values(chunk, claims):
+            patches.callback(remove)
+
+
 def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's method: saving or loading its entries raises on every rank until `dequantize_`
     has replaced them.
@@ -185,87 +196,3 @@ def _cast_in(
             else:
                 cast_whole(weight, value.detach().to(param.device), claim=claims.get(id(param)))
             state_dict[prefix + name] = target_of_load(param)
-
-
-def saving_scaling(
-    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int
-) -> Callable[..., Any]:
-    """Wrap an optimizer's `sharded_state_dict`: it gets an entry for delayed scaling.
-
-    The state is the same on all ranks of a share, so it is saved once for them.
-    """
-    method = optimizer.sharded_state_dict
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        entries = method(*args, **kwargs)
-        state = delayed.state_dict()
-        if entries is not None and state:
-            # Copies, since an asynchronous save overlaps the next step, which rolls the scales.
-            values = {
-                name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()
-            }
-            index, instance = share.replica
-            key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
-            replica = (instance, 0, rank)
-            sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
-            entries[SCALING + share.suffix] = sharded(key, values, (1,), (0,), replica_id=replica)
-        return entries
-
-    return call
-
-
-def loading_scaling(
-    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int, guard: MethodGuard
-) -> Callable[..., Any]:
-    """Wrap an optimizer's `load_state_dict`: it loads delayed scaling from the same state.
-
-    The next cast seeds the scales that the state lacks. While a load is prepared, the host loads
-    a state that it has made itself, and delayed scaling stays as it is.
-    """
-    method = optimizer.load_state_dict
-
-    def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(state_dict, *args, **kwargs)
-        if guard.is_preparing:
-            return result
-        missing = delayed.load_state_dict(state_dict.get(SCALING + share.suffix, {}))
-        for name in missing:
-            if rank == 0:
-                logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
-        return result
-
-    return call
-
-
-def saving_unpadded(optimizer: Any) -> Callable[..., Any]:
-    """Wrap an optimizer's `sharded_state_dict`: `fully_reshardable` checkpoints become right.
-
-    For these Megatron concatenates a buffer's buckets without the padding between them, and then
-    slices parameters by offsets that include the padding. During the call the offsets exclude it.
-    """
-    method = optimizer.sharded_state_dict
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if (kwargs.get("metadata") or {}).get("distrib_optim_sharding_type") != "fully_reshardable":
-            return method(*args, **kwargs)
-        index_maps = [(buffer, buffer.param_index_map) for buffer in optimizer.buffers]
-        try:
-            for buffer, index_map in index_maps:
-                buffer.param_index_map = _unpadded(buffer.buckets, index_map)
-            return method(*args, **kwargs)
-        finally:
-            for buffer, index_map in index_maps:
-                buffer.param_index_map = index_map
-
-    return call
-
-
-def _unpadded(buckets: Sequence[Any], index_map: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:
-    """Return a dict from parameter to (start, stop, bucket), as if buckets had no padding."""
-    unpadded_offsets = list(itertools.accumulate((bucket.numel_unpadded for bucket in buckets), initial=0))
-    # `strict=False`: the last accumulated offset is the end of the last bucket.
-    padding = [bucket.offset - offset for bucket, offset in zip(buckets, unpadded_offsets, strict=False)]
-    return {
-        param: (start - padding[bucket], stop - padding[bucket], bucket)
-        for param, (start, stop, bucket) in index_map.items()
-    }

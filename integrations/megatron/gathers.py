@@ -8,16 +8,18 @@ time starts or finishes gathers, and threads that read weights wait (`GatherLock
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.cast.host import Gather
+from zerocast.cast.host import CastDriver, Gather
 from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use
 
 from .guard import MethodGuard
 from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of
+from .shards import OwnedShare
 
 
 class GatherLock:
@@ -170,3 +172,20 @@ class Gathers(Gather):
             self._due.discard(id(group))
 
         return make_copies
+
+
+@dataclass(frozen=True)
+class AttachedShare:
+    """A share of an optimizer under an attachment.
+
+    Attributes:
+        owned: its weights and the masters that this rank owns.
+        te_tensors: the tensors of TransformerEngine among the weights.
+        gathers: the all-gathers of its byte buffers.
+        driver: its casts.
+    """
+
+    owned: OwnedShare
+    te_tensors: TETensors
+    gathers: Gathers
+    driver: CastDriver

@@ -5,7 +5,6 @@ an interrupted write of masters or moments only a load helps. An interrupted cas
 repeated, since the masters are complete.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from zerocast.distributed.group import Group
 from zerocast.weight.validity import Use, Validity
 
 from . import host
-from .inner_state import copy_group_steps, prepare_states
-from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 ADVICE = (
@@ -92,32 +89,6 @@ class MethodGuard:
                 problem = problem or error
         if problem is not None:
             raise problem
-
-    def preparing(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-        """Wrap the method that makes sharded state dicts: it prepares `optimizers` for the template
-        of a load.
-        """
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for optimizer in optimizers:
-                check_checkpoint(optimizer, kwargs.get("metadata"))
-            if not host.is_loading(args, kwargs):
-                return sharded_state_dict(*args, **kwargs)
-            # Preparing writes moments. Weights that are partial already stay so, with their first
-            # reason, until the load itself.
-            with contextlib.nullcontext() if self.validity.partial else self.validity.transaction("preparing a load"):
-                prepare_states(optimizers)
-                before, self.is_preparing = self.is_preparing, True
-                try:
-                    # The host rewrites states here, and may give all parameters of a group one step
-                    # tensor, which `copy_group_steps` undoes.
-                    template = sharded_state_dict(*args, **kwargs)
-                finally:
-                    self.is_preparing = before
-                copy_group_steps(optimizers)
-                return template
-
-        return call
 
     def loading(self, method: Method, load_and_cast: Method, loads_all: bool) -> Method:
         """Wrap a method that loads: `load_and_cast` calls it, then casts and gathers.

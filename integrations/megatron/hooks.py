@@ -9,13 +9,13 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
         reload_model_params
       state_dict, restore_from_cpu    under CPU offload: drops settings; leaves offloaded moments
       offload_to_cpu                  also drops references to the masters' device memory
-      sharded_state_dict,             also save and load the state of delayed scaling
-        load_state_dict
     each bucket group
       start_param_sync,               make columnwise copies when the bytes have arrived, one thread
         finish_param_sync             at a time
       _post_param_sync                does nothing: the copies of TransformerEngine's tensors exist
-    each distributed optimizer that saves shards
+    each distributed optimizer, in checkpoints (`optimizer_state.py`)
+      sharded_state_dict,             also save and load the state of delayed scaling
+        load_state_dict
       _set_main_param_and_...,        keep step numbers; moments are saved without their scale
         _get_main_param_and_...
       sharded_state_dict              corrects offsets in `fully_reshardable` checkpoints
@@ -30,49 +30,31 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
       hooks of modules                cast loaded values; check weights before a forward pass
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerocast.cast.host import CastDriver, raising_together
+from zerocast.cast.host import raising_together
 from zerocast.distributed.group import Group
 from zerocast.integrations.patches import Patch, Patches
-from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use
 
-from . import host, offload, optimizer_kinds, unattached
-from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling, saving_unpadded
-from .gathers import Gathers
+from . import checkpoint, host, offload, optimizer_state, unattached
+from .gathers import AttachedShare
 from .guard import Method, MethodGuard
-from .inner_state import copy_group_steps, filling_states, reading_states
-from .primary import TETensors, check_before_forward
-from .shards import OwnedShare, read_masters
+from .optimizer_state import copy_group_steps
+from .primary import check_before_forward
+from .shards import holder_of_masters, read_given, read_masters
 
 # Methods that raise while weights are partial, on this rank: a training loop may call the state
 # dict on some ranks only.
 USES = {"step": Use.STEP, "state_dict": Use.SAVE}
 # Methods that make partial weights complete.
 LOAD = ("load_state_dict", "load_parameter_state")
-
-
-@dataclass(frozen=True)
-class AttachedShare:
-    """A share of an optimizer under an attachment.
-
-    Attributes:
-        owned: its weights and the masters that this rank owns.
-        te_tensors: the tensors of TransformerEngine among the weights.
-        gathers: the all-gathers of its byte buffers.
-        driver: its casts.
-    """
-
-    owned: OwnedShare
-    te_tensors: TETensors
-    gathers: Gathers
-    driver: CastDriver
+# Further methods of an optimizer whose ranks own whole matrices.
+USES_OF_MATRICES = {"save_state_dict_to_file": Use.SAVE}
+LOAD_MATRICES = ("load_state_dict_from_file",)
 
 
 def replace_methods(
@@ -97,10 +79,8 @@ def replace_methods(
         of_inner = [share for share in shares if share.owned.optimizer is inner]
         if of_inner:
             patches.apply(_casts(inner, of_inner, guard))
-    # The guard comes after the casts, so that it surrounds them.
-    for inner in distributed:
-        if optimizer_kinds.kind_of(inner).saves_shards:
-            patches.apply(_states(inner))
+        patches.apply(optimizer_state.patches(inner, of_inner, guard))
+    # The guard comes after these, so that it surrounds them.
     for owner in owners:
         # A chain steps, saves and loads all of its optimizers.
         is_whole = owner is optimizer or len(distributed) == 1
@@ -113,14 +93,16 @@ def replace_methods(
         patches.apply(_saves(owner, distributed, savers, guard))
     step = followed_by(optimizer.step_with_ready_grads, after_step)
     patches.apply([Patch(optimizer, "step_with_ready_grads", step)])
-    _hook_chunks(patches, chunks, shares, guard)
+    checkpoint.hook_chunks(patches, chunks, shares)
+    for chunk in chunks:
+        for remove in check_before_forward(chunk, lambda: guard.check(Use.READ)):
+            patches.callback(remove)
 
 
 def _casts(optimizer: Any, shares: Sequence[AttachedShare], guard: MethodGuard) -> Iterator[Patch]:
     """Yield patches by which the shares of one optimizer are cast and gathered, and their masters
     overwritten with the model's values.
     """
-    kind = optimizer_kinds.kind_of(optimizer)
 
     def cast() -> None:
         for share in shares:
@@ -130,19 +112,22 @@ def _casts(optimizer: Any, shares: Sequence[AttachedShare], guard: MethodGuard) 
         for share in shares:
             share.driver.leave_memory()
 
+    holder = holder_of_masters(optimizer)
     cast_guarded = guard.writing(cast, Use.STEP, "a cast", masters=False)
-    yield Patch(kind.copier(optimizer), "_copy_main_params_to_model_params", cast_guarded)
+    yield Patch(holder, "_copy_main_params_to_model_params", cast_guarded)
     copy_model = _copying_model(optimizer, shares)
     copy_guarded = guard.writing(copy_model, Use.STEP, "reading masters from the model", masters=True)
-    for owner, name in kind.reads(optimizer):
-        yield Patch(owner, name, raising_on_all(copy_guarded, shares))
+    copy_guarded = raising_on_all(copy_guarded, shares)
+    yield Patch(holder, "_copy_model_params_to_main_params", copy_guarded)
+    if host.is_layer_wise(optimizer):
+        # It reads masters by itself.
+        yield Patch(optimizer, "reload_model_params", copy_guarded)
     yield from offload.patches(optimizer)
     if hasattr(optimizer, "offload_to_cpu"):
         # The host moves masters and moments to the CPU while a model generates. A view that a plan
         # still held would keep their device memory allocated.
         yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, leave_memory))
     for share in shares:
-        yield from _scaling(share, guard)
         yield from share.gathers.patches(share.driver.plan)
 
 
@@ -154,7 +139,7 @@ def _copying_model(optimizer: Any, shares: Sequence[AttachedShare]) -> Method:
     @torch.no_grad()
     def copy_model(state_dict: Any = None) -> None:
         if state_dict is not None:
-            optimizer_kinds.kind_of(optimizer).read_given(optimizer, state_dict)
+            read_given(optimizer, state_dict)
         else:
             for share in shares:
                 share.te_tensors.locate()
@@ -163,21 +148,6 @@ def _copying_model(optimizer: Any, shares: Sequence[AttachedShare]) -> Method:
             share.driver.refresh()
 
     return copy_model
-
-
-def _scaling(share: AttachedShare, guard: MethodGuard) -> Iterator[Patch]:
-    """Yield patches of the methods that save and load the state of delayed scaling, too."""
-    optimizer, delayed, rank = share.owned.optimizer, share.driver.plan.delayed, share.owned.group.rank
-    yield Patch(optimizer, "sharded_state_dict", saving_scaling(optimizer, share.owned.share, delayed, rank))
-    loading = loading_scaling(optimizer, share.owned.share, delayed, rank, guard)
-    yield Patch(optimizer, "load_state_dict", loading)
-
-
-def _states(optimizer: Any) -> Iterator[Patch]:
-    """Yield patches of the methods that save and load the shards of an optimizer's state."""
-    yield Patch(optimizer, "_set_main_param_and_optimizer_states", filling_states(optimizer))
-    yield Patch(optimizer, "_get_main_param_and_optimizer_states", reading_states(optimizer))
-    yield Patch(optimizer, "sharded_state_dict", saving_unpadded(optimizer))
 
 
 def _steps_and_loads(
@@ -192,7 +162,7 @@ def _steps_and_loads(
 
     step = guard.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
     yield Patch(owner, "step_with_ready_grads", raising_on_all(step, shares))
-    for name in (*LOAD, *optimizer_kinds.kind_of(owner).loads):
+    for name in (*LOAD, *LOAD_MATRICES) if host.is_layer_wise(owner) else LOAD:
         method = getattr(owner, name)
         load_and_cast = raising_on_all(followed_by(method, cast_loaded), shares)
         yield Patch(owner, name, guard.loading(method, load_and_cast, is_whole))
@@ -202,28 +172,11 @@ def _saves(owner: Any, distributed: Sequence[Any], savers: Sequence[Group], guar
     """Yield patches of the methods that raise unless the weights are valid for a step or a save,
     and of the one that makes the template of a load.
     """
-    of_kind = dict.fromkeys(optimizer_kinds.kind_of(owner).saves, Use.SAVE)
-    for name, use in (USES | of_kind).items():
+    for name, use in (USES | USES_OF_MATRICES if host.is_layer_wise(owner) else USES).items():
         yield Patch(owner, name, guard.checked(getattr(owner, name), use))
     yield Patch(owner, "save_parameter_state", guard.saving(owner.save_parameter_state, savers))
     sharded_state_dict = guard.saving(owner.sharded_state_dict, savers)
-    yield Patch(owner, "sharded_state_dict", guard.preparing(sharded_state_dict, distributed))
-
-
-def _hook_chunks(patches: Patches, chunks: Sequence[Any], shares: Sequence[AttachedShare], guard: MethodGuard) -> None:
-    # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
-    # claim alive once its attachment is gone.
-    claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-    for share in shares:
-        assert share.driver.claim is not None
-        claims.update(dict.fromkeys(map(id, share.owned.params), share.driver.claim))
-    for chunk in chunks:
-        module = chunk.module
-        patches.apply([Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict))])
-        for remove in load_plain_values(chunk, claims):
-            patches.callback(remove)
-        for remove in check_before_forward(chunk, lambda: guard.check(Use.READ)):
-            patches.callback(remove)
+    yield Patch(owner, "sharded_state_dict", optimizer_state.preparing(guard, sharded_state_dict, distributed))
 
 
 def raising_on_all(method: Method, shares: Sequence[AttachedShare]) -> Method:

@@ -52,6 +52,15 @@ def weight_of(param: Any) -> QuantizedWeight:
     return weight
 
 
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Let errors about a parameter begin with its name while the context is open."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
 def initial_value(param: Any) -> Tensor:
     """Return a primary weight's value before quantization if it is stored, else its dequantized
     value.

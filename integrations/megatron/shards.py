@@ -1,27 +1,66 @@
 """The shards of a model in Megatron: the masters of each optimizer on this rank, their weights, and
 the bucket groups that gather these.
+
+An optimizer is divided into shares, one for each group of ranks. Each rank of a
+DistributedOptimizer owns a part of every bucket. Each rank of a LayerWiseDistributedOptimizer owns
+whole matrices: matrices of dense layers are divided over all data-parallel ranks, matrices of
+experts over the ranks with the same experts.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.cast.host import PlainShard
-from zerocast.distributed.agreement import first_of, validate_across_ranks
+from zerocast.distributed.agreement import first_of
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span, byte_range
+from zerocast.formats.layout import Span
 
-from . import host, optimizer_kinds
+from . import host
 from .offload import memory_of
-from .primary import is_primary, primary_of, weight_of
-from .unattached import DetachedState, state_left_in
-from .validate import has_stepped
+from .primary import errors_of, is_primary, primary_of, weight_of
 
 _UNKNOWN = "a parameter of a different model"
+
+
+class OwnedMaster(NamedTuple):
+    """The elements of a parameter that this rank owns.
+
+    Attributes:
+        param: the unsharded parameter.
+        master: their FP32 master, the host's own tensor.
+        start: the row-major position of the first element.
+        rounded: returns the same elements in the host's buffer. Called for plain parameters only.
+    """
+
+    param: Any
+    master: Tensor
+    start: int
+    rounded: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of an optimizer that one group of ranks divides.
+
+    Attributes:
+        group: the process group.
+        buffers: the host's buffers, with the parameters of all ranks of `group`.
+        masters: iterates over the masters that this rank owns.
+        replica: (index of the group, instance), which identifies entries that the group saves once.
+        suffix: is appended to the names of entries where one optimizer saves several shares.
+    """
+
+    group: Any
+    buffers: list[Any]
+    masters: Callable[[], Iterator[OwnedMaster]]
+    replica: tuple[int, int]
+    suffix: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,7 +69,6 @@ class OwnedShare:
 
     Attributes:
         optimizer, share: the host's optimizer, and the share of it that one group of ranks divides.
-        detached: the state that an earlier attachment has left; None without one.
         names, params, weights: the quantized weights in the order of the share's buffers, the same
             on every rank. For a tensor of TransformerEngine the weight is a view of the parameter.
         masters: for each weight, the FP32 master of the elements that this rank owns, on the device
@@ -41,8 +79,7 @@ class OwnedShare:
     """
 
     optimizer: Any
-    share: optimizer_kinds.Share
-    detached: DetachedState | None
+    share: Share
     names: list[str] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
     weights: list[QuantizedWeight] = field(default_factory=list)
@@ -71,8 +108,7 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    shares = [(inner, share) for inner in optimizers for share in optimizer_kinds.shares(inner)]
-    owned_shares = [_owned_share(inner, share, names, groups) for inner, share in shares]
+    owned_shares = [_owned_share(inner, share, names, groups) for inner in optimizers for share in shares(inner)]
     _check_gathered(chunks, groups)
     _check_owned(owned_shares, groups, names)
     return owned_shares
@@ -91,10 +127,8 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
     return {param: name for name, param in names.items()}
 
 
-def _owned_share(
-    optimizer: Any, share: optimizer_kinds.Share, names: Mapping[int, str], groups: Sequence[Any]
-) -> OwnedShare:
-    owned = OwnedShare(optimizer, share, state_left_in(optimizer))
+def _owned_share(optimizer: Any, share: Share, names: Mapping[int, str], groups: Sequence[Any]) -> OwnedShare:
+    owned = OwnedShare(optimizer, share)
     index: dict[int, int] = {}  # position in `owned.weights`, by id of the parameter
     for buffer in share.buffers:
         for param in buffer.params:
@@ -103,7 +137,8 @@ def _owned_share(
                 index[id(param)] = len(owned.weights)
                 owned.names.append(name)
                 owned.params.append(param)
-                owned.weights.append(_weight_of(param, name))
+                with errors_of(name):
+                    owned.weights.append(weight_of(param))
                 owned.masters.append(None)
                 owned.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
@@ -123,14 +158,6 @@ def _owned_share(
     buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
     owned.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
     return owned
-
-
-def _weight_of(param: Any, name: str) -> QuantizedWeight:
-    """Return the weight over a parameter's bytes. Its errors begin with the parameter's name."""
-    try:
-        return weight_of(param)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise type(error)(f"{name}: {error}") from error
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
@@ -154,70 +181,6 @@ def _check_owned(owned_shares: Sequence[OwnedShare], groups: Sequence[Any], name
         raise ValueError(f"no optimizer that was given owns the quantized weights {first_of(orphans)}")
 
 
-def agree(owned: OwnedShare, was_detached: bool) -> None:
-    """Raise, on all ranks that share masters, if one of them finds an error. Collective.
-
-    `was_detached` is True if an earlier attachment of these optimizers was detached.
-    """
-    # An optimizer of plain parameters keeps no state of that attachment, under which it may have
-    # stepped.
-    may_have_stepped = owned.detached is not None or (was_detached and not owned.weights)
-    problem: Exception | None = None
-    if not may_have_stepped and has_stepped(owned.optimizer):
-        problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
-    elif wrong := bytes_not_sent(owned):
-        problem = ValueError(wrong)
-    validate_across_ranks(owned.group, owned.names, problem, "attaches zerocast")
-    if wrong := elements_without_owner(owned):
-        raise ValueError(wrong)
-
-
-def bytes_not_sent(owned: OwnedShare) -> str | None:
-    """Return the error if this rank casts bytes that it does not send, or None.
-
-    In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
-    outside its part are overwritten by those of a different rank.
-    """
-    places = {
-        param: (group, bucket)
-        for group in owned.bucket_groups
-        for bucket in group.buckets
-        for param in bucket.params_list
-    }
-    for i, (name, param, weight) in enumerate(zip(owned.names, owned.params, owned.weights, strict=True)):
-        if param not in places:
-            return f"{name} is owned by the optimizer, and in no bucket of the model chunks that were given"
-        group, bucket = places[param]
-        data, rowwise = bucket.param_data, weight.rowwise_data
-        if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
-            return f"{name} is not in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
-        offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
-        span = owned.span(i)
-        first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
-        size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
-        sent = data.numel() * data.element_size() // size
-        low, high = rank * sent, (rank + 1) * sent
-        if span.numel and not low <= offset + first <= offset + last <= high:
-            return (
-                f"{name} ({weight.format}): this rank casts elements [{span.start}, {span.stop}), bytes "
-                f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); codes "
-                "outside of these would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
-            )
-    return None
-
-
-def elements_without_owner(owned: OwnedShare) -> str | None:
-    """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
-    counts = [owned.span(i).numel for i in range(len(owned.weights))]
-    totals = torch.tensor(counts, dtype=torch.int64, device=owned.group.device)
-    if counts:
-        owned.group.all_reduce_sum(totals, "the elements that ranks own")
-    for name, weight, count in zip(owned.names, owned.weights, totals.tolist(), strict=True):
-        if count != weight.numel():
-            return f"{name} has {weight.numel()} elements, and the ranks of its group own {count}"
-    return None
-
-
 @torch.no_grad()
 def read_masters(owned: OwnedShare) -> None:
     """Overwrite the masters with the model's values, as at the start of a fine-tuning run.
@@ -231,3 +194,103 @@ def read_masters(owned: OwnedShare) -> None:
     for plain in owned.plain.values():
         if plain.master is not None and plain.rounded is not None:
             plain.master.copy_(plain.rounded)
+
+
+# -- the shares of each kind of optimizer
+
+
+def shares(optimizer: Any) -> list[Share]:
+    """Return the shares of an optimizer that `distributed_optimizers` returned: one for each group
+    of ranks, in the same order on all ranks of a group.
+    """
+    return _whole_matrices(optimizer) if host.is_layer_wise(optimizer) else _parts(optimizer)
+
+
+def _parts(optimizer: Any) -> list[Share]:
+    replica = optimizer.data_parallel_group_idx, optimizer.distributed_optimizer_instance_id
+    masters = functools.partial(_masters_of_parts, optimizer)
+    return [Share(optimizer.data_parallel_group, list(optimizer.buffers), masters, replica)]
+
+
+def _masters_of_parts(optimizer: Any) -> Iterator[OwnedMaster]:
+    pairs = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    for models, mains in pairs:
+        for model_group, main_group in zip(models, mains, strict=True):
+            for param, master in zip(model_group, main_group, strict=True):
+                ranges = optimizer._get_model_param_range_map(param)
+                rounded = functools.partial(_in_bucket, optimizer, param, ranges["gbuf_world_in_bucket"])
+                yield OwnedMaster(param, master, ranges["param"].start, rounded)
+
+
+def _in_bucket(optimizer: Any, param: Any, span: Any) -> Tensor:
+    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+    data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
+    return data.view(-1)[span.start : span.end]
+
+
+def _whole_matrices(optimizer: Any) -> list[Share]:
+    """Return two shares: dense layers over the data-parallel ranks, and experts over the ranks with
+    the same experts.
+    """
+    groups, divided = optimizer.pg_collection, []
+    for name, group, saved_by, suffix in (
+        ("buffers", optimizer.dp_cp, groups.mp, ""),
+        ("expert_parallel_buffers", optimizer.expt_dp, groups.tp_ep_pp, "_of_experts"),
+    ):
+        mine = [b for chunk in optimizer.model_chunks for b in getattr(chunk, name) if host.is_layer_wise_buffer(b)]
+        # The dense share is there even without buffers: callers take the first one for it.
+        if mine or not suffix:
+            masters = functools.partial(_masters_of_matrices, optimizer, mine)
+            divided.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
+    return divided
+
+
+def _masters_of_matrices(optimizer: Any, buffers: Sequence[Any]) -> Iterator[OwnedMaster]:
+    inner = holder_of_masters(optimizer)
+    in_buffers = {id(param) for buffer in buffers for param in buffer.params}
+    for models, mains in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
+        for param, master in zip(models, mains, strict=True):
+            if id(param) in in_buffers:
+                yield OwnedMaster(param, master, 0, functools.partial(getattr, param, "data"))
+
+
+def holder_of_masters(optimizer: Any) -> Any:
+    """Return the optimizer that keeps the masters, and whose methods copy them: the inner one of a
+    layer-wise optimizer. Raises ValueError if that has several.
+    """
+    if not host.is_layer_wise(optimizer):
+        return optimizer
+    inner = optimizer.chained_optimizers
+    if len(inner) != 1:
+        raise ValueError(
+            f"a {type(optimizer).__name__} of {len(inner)} optimizers is not supported: pass it the matrices only, as "
+            "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
+        )
+    return inner[0]
+
+
+def read_given(optimizer: Any, state_dict: Any) -> None:
+    """Read masters from a model's state dict."""
+    kind = host.module(host.OPTIMIZER).DistributedOptimizer
+    if not host.is_layer_wise(optimizer):
+        inner = optimizer.optimizer
+        if host.offloads(inner):
+            # The host's method returns early for a HybridDeviceOptimizer.
+            optimizer.optimizer = None
+        try:
+            # By the method of the class, since an attachment replaces that of the instance.
+            kind._copy_model_params_to_main_params(optimizer, state_dict)
+        finally:
+            optimizer.optimizer = inner
+        return
+    # A layer-wise optimizer has no such method. A DistributedOptimizer has the lookup of names,
+    # which needs nothing of its instance but the model chunks.
+    finder = kind.__new__(kind)
+    finder.model_chunks = optimizer.model_chunks
+    values = finder._build_model_param_to_state_dict_param_map(state_dict)
+    for share in shares(optimizer):
+        for param, master, *_ in share.masters():
+            master.copy_(values[param].view(master.shape))

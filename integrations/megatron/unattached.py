@@ -8,7 +8,7 @@ loads, or prepares to, raises. Methods are replaced on the optimizer's instance;
 stay as they are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,8 +17,9 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.integrations.patches import Patches
 from zerocast.weight.validity import Validity
 
-from . import host, optimizer_kinds
+from . import host
 from .primary import shares_codes
+from .shards import shares
 
 # Prefixes of the names of the methods that raise.
 _BEGIN = (
@@ -125,13 +126,6 @@ def state_left_in(optimizer: Any) -> DetachedState | None:
     return method.detached if isinstance(method, RefusedMethod) else None
 
 
-def partial_validity(left: Iterable[DetachedState | None]) -> Validity | None:
-    """Return the validity of weights that the last attachment has left partial, which stay so for
-    the next one. None without any.
-    """
-    return next((state.validity for state in left if state is not None and state.validity.partial), None)
-
-
 def owns_quantized_weights(optimizer: Any) -> bool:
     """Return True if the buffers of an optimizer, or of one in its chain, hold weights that the
     host cannot cast by itself. The result is the same on every rank.
@@ -143,7 +137,7 @@ def params_of(optimizer: Any) -> Iterator[Any]:
     """Yield the parameters in the buffers of an optimizer, or of those in its chain."""
     for inner in host.distributed_optimizers(optimizer):
         if host.is_layer_wise(inner) or hasattr(inner, "buffers"):
-            for share in optimizer_kinds.shares(inner):
+            for share in shares(inner):
                 for buffer in share.buffers:
                     yield from buffer.params
 

@@ -11,8 +11,8 @@ import torch
 
 from zerocast import QuantizedWeight
 
-from . import host, optimizer_kinds, unattached
-from .primary import check_primary, is_primary
+from . import host, unattached
+from .primary import check_primary, errors_of, is_primary
 
 SHARDED_OTHERWISE = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
@@ -52,9 +52,9 @@ OPTIONS = (
 )
 
 
-def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> list[Any]:
-    """Run all checks that need no collective, before anything is read or changed. Return the
-    optimizers inside `optimizer` that own masters.
+def validate(optimizer: Any, distributed: Sequence[Any], chunks: Sequence[Any], verify_every: int | None) -> None:
+    """Run all checks of `attach` that need no collective, before anything is read or changed.
+    `distributed` are the optimizers inside `optimizer` that own masters.
 
     Raises ValueError for settings that are not supported, RuntimeError for a second attachment.
     """
@@ -63,7 +63,6 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     for chunk in chunks:
         _check_experts(chunk)
         check_layers(chunk, {name for name, param in chunk.named_parameters() if isinstance(param, QuantizedWeight)})
-    distributed = host.distributed_optimizers(optimizer)
     for inner in distributed:
         check_settings([getattr(inner, name, None) for name in ("ddp_config", "config")])
     for inner in distributed:
@@ -74,7 +73,6 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
         for inner in distributed:
             check_adam(inner.config)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
-    return distributed
 
 
 def check_verify_every(steps: int | None) -> None:
@@ -179,10 +177,8 @@ def check_te_tensors(named: Iterable[tuple[str, Any]]) -> None:
     """
     for name, param in named:
         if is_primary(param):
-            try:
+            with errors_of(name):
                 check_primary(param)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise type(error)(f"{name}: {error}") from error
 
 
 def check_distributed(config: Any) -> None:
@@ -264,7 +260,7 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
     ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if not optimizer_kinds.kind_of(optimizer).saves_shards:
+    if host.is_layer_wise(optimizer):  # which saves the unsharded state
         return
     if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
         raise ValueError(

@@ -20,8 +20,8 @@ from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.optimizer_kinds import shares
 from zerocast.integrations.megatron.primary import weight_of
+from zerocast.integrations.megatron.shards import shares
 
 CASES = {
     "overlap": Case(MIXED, overlap=True, experts=True),

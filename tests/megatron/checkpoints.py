@@ -21,7 +21,7 @@ from zerocast import QuantizedWeight
 from zerocast.checkpoint.untrained import own_buffers
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.optimizer_kinds import shares
+from zerocast.integrations.megatron.shards import shares
 
 if not WHY_NOT:
     from megatron.core import dist_checkpointing

@@ -23,7 +23,7 @@ from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.offload import CpuMaster
-from zerocast.integrations.megatron.optimizer_kinds import shares
+from zerocast.integrations.megatron.shards import shares
 
 WHY_NO_MUON = WHY_NOT
 if not WHY_NO_MUON:

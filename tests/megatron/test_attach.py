@@ -22,7 +22,7 @@ from zerocast.cast import host as cast_host
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import hooks, quantized_params
+from zerocast.integrations.megatron import checkpoint, quantized_params
 from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron.unattached import RefusedMethod
 
@@ -98,7 +98,7 @@ def test_an_attachment_that_fails_half_way_leaves_nothing() -> None:
         plans = [cast_host.CastPlan([], [], []), ValueError("no")]
         for failing, error in (
             (mock.patch.object(cast_host, "CastPlan", side_effect=plans), "ValueError: rank 0: no"),
-            (mock.patch.object(hooks, "refusing_quantized", side_effect=ValueError("no")), "ValueError: no"),
+            (mock.patch.object(checkpoint, "refusing_quantized", side_effect=ValueError("no")), "ValueError: no"),
         ):
             with failing:
                 assert error_of(lambda: _attach(run)) == error

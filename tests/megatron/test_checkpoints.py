@@ -16,7 +16,7 @@ from tests.megatron.checkpoints import (
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import ALL, MIXED, Case
 from tests.workers import Ranks
-from zerocast.integrations.megatron.checkpoint import _unpadded
+from zerocast.integrations.megatron.optimizer_state import _unpadded
 
 pytestmark = needs_megatron
 pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")

@@ -21,7 +21,7 @@ from tests.observed import debug_mode
 from tests.workers import Ranks, error_of
 from zerocast.distributed import rank_report
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.optimizer_kinds import shares
+from zerocast.integrations.megatron.shards import shares
 
 pytestmark = needs_megatron
 CULPRIT, SECONDS = 1, 8.0

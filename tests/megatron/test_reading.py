@@ -18,7 +18,7 @@ from tests.workers import Ranks, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.optimizer_kinds import shares
+from zerocast.integrations.megatron.shards import shares
 
 SECONDS = 0.4
 

@@ -11,7 +11,7 @@ from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, build, tr
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import shards
+from zerocast.integrations.megatron import attachment
 
 if KNOWS_FOUR_BITS:
     from megatron.core.distributed import distributed_data_parallel
@@ -49,7 +49,7 @@ def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
         with integration.quantized_params(), hosts_own_layout():
             run = build(case)
         said = error_of(lambda: integration.attach(run.optimizer, run.ddp))
-        with mock.patch.object(shards, "bytes_not_sent", return_value=None):
+        with mock.patch.object(attachment, "bytes_not_sent", return_value=None):
             integration.attach(run.optimizer, run.ddp)
         return said, trained(run)[1]
 

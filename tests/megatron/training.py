@@ -18,8 +18,8 @@ from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.optimizer_kinds import shares
 from zerocast.integrations.megatron.primary import is_primary, weight_of
+from zerocast.integrations.megatron.shards import shares
 
 if not WHY_NOT:
     from megatron.core.distributed import (
