@@ -10,7 +10,7 @@ from tests.cast import test_shared_amax
 from tests.devices import gpu_params, gpus
 from tests.optim import test_accumulation, test_muon
 from tests.optim.runs import ADAM, DETERMINISTIC, Compared, Run, Trainer, check
-from tests.optim.test_gathered_scales import WHOLE
+from tests.optim.test_update import WHOLE
 from zerocast import ZeroConfig
 
 pytestmark = gpus(2)

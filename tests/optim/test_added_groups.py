@@ -2,7 +2,7 @@
 within its own differences; what follows masters follows added ones; what is refused, with nothing changed."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.optim import test_muon
 from tests.optim.captured_runs import repeated
-from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.probe import BF16
 from tests.optim.runs import (
     ADAM,
     DETERMINISTIC,
@@ -26,8 +27,6 @@ from tests.optim.runs import (
     rank,
     snapshot,
 )
-from tests.optim.test_muon import MUON
-from tests.optim.test_switch import MISUSES
 from tests.optim.undistributed import UndistributedMuon
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of, on_ranks
@@ -38,19 +37,9 @@ from zerocast.optim import EMA
 ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "mx", "block_fp16", "scalar")}
 # The third and fourth group, of other hyperparameters than the first two.
 ADDED_OPTIONS = ({**ADAM, "lr": 5e-3, "betas": (0.7, 0.9)}, {**ADAM, "weight_decay": 0.0})
-MUON_ADDED_OPTIONS = ({**MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})
-MUON_SPECS = (
-    Spec("norm", (37,), dtype=FP32, group=1),
-    Spec("cut", (64, 96), "nvfp4", group=1),
-    Spec("block", (130, 33), "fp8_block"),
-    Spec("stack", (3, 24, 40)),
-    Spec("nv", (48, 112), "nvfp4"),
-    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
-    Spec("embedding", (50, 24)),
-    Spec("mx", (64, 96), "mxfp8"),
-)
+MUON_ADDED_OPTIONS = ({**test_muon.MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})
 MUON_ADDED = {2: ("nv", "delayed"), 4: ("embedding", "mx")}
-MUON_RUN = Run(MUON_SPECS, options=(MUON, {**ADAM, "use_muon": False}), optimizer=ZeroMuon)
+MUON_RUN = test_muon.RUN
 CONFIGS: dict[str, Run] = {
     "plain": Run(),
     "clipped, stage 1": Run(stage=1, max_norm=0.1, accumulate=2, no_sync=False),
@@ -279,46 +268,19 @@ def test_groups_that_cannot_be(case: str, world: int) -> None:
     assert said in error
 
 
-@pytest.mark.parametrize("case", ["accumulating", "in no_sync", "averaged"])
 @on_ranks(2)
-def test_only_between_steps(case: str) -> None:
+def test_ranks_that_add_others() -> None:
     trainer = Compared()
+    late = [("late", nn.Parameter(torch.zeros(3)))]
+    for other, said in (
+        ({"params": late, "lr": 0.5}, "lr of group 2 is 0.25 on rank 0 and 0.5"),
+        ({"params": []}, "rank 0 passes 1 weights and rank 1 0"),
+    ):
+        group = other if trainer.rank else {"params": late, "lr": 0.25}
+        error = error_of(lambda group=group: trainer.optimizer.add_param_group(dict(group)))
+        assert error.startswith("ValueError: ") and said in error
+        assert len(trainer.optimizer.param_groups) == 2
     trainer.go_on(0)
-    misuse = MISUSES[case][0]
-    # Rank 1 is in no_sync alone. Rank 0 follows, since ranks exchange their rounds each time that no_sync begins: a later test in
-    # the same processes would wait for what rank 1 has asked.
-    undo = misuse(trainer) if trainer.rank == 1 or case != "in no_sync" else lambda: misuse(trainer)()
-    late = {"params": [("late", nn.Parameter(torch.zeros(3)))]}
-    error = error_of(lambda: trainer.optimizer.add_param_group(dict(late)))
-    undo()
-    assert len(trainer.optimizer.param_groups) == 2
-    trainer.go_on(1)
-    trainer.optimizer.add_param_group(late)
-    assert len(trainer.optimizer.param_groups) == 3
-    assert MISUSES[case][1] in error
-    assert case != "accumulating" or "an addition of parameters" in error
-
-
-DIFFERENT: Sequence[tuple[dict[str, Any], str]] = (
-    ({"params": [("late", nn.Parameter(torch.zeros(4)))]}, "weight 0 is late: plain (3,)"),
-    ({"params": [("other", nn.Parameter(torch.zeros(3)))]}, "weight 0 is late: plain (3,)"),
-    ({"params": [("late", nn.Parameter(torch.zeros(3)))], "lr": 0.5}, "lr of group 2 is 0.25 on rank 0 and 0.5"),
-    ({"params": []}, "rank 0 passes 1 weights and rank 1 0"),
-)
-
-
-@pytest.mark.parametrize("index", range(len(DIFFERENT)))
-@on_ranks(2)
-def test_ranks_that_add_others(index: int) -> None:
-    trainer = Compared()
-    group = {"params": [("late", nn.Parameter(torch.zeros(3)))], "lr": 0.25}
-    if trainer.rank:
-        group.update(DIFFERENT[index][0])
-    error = error_of(lambda: trainer.optimizer.add_param_group(group))
-    assert len(trainer.optimizer.param_groups) == 2
-    trainer.go_on(0)
-    assert error.startswith("ValueError: ")
-    assert DIFFERENT[index][1] in error
 
 
 def test_a_group_of_muon_says_what_updates_it() -> None:

@@ -15,18 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import casts
-from tests.observed import logged
 from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import (
-    ADAM,
-    DETERMINISTIC,
-    EIGHT_BIT_MOMENTS,
-    Run,
-    Trainer,
-    check,
-    rank,
-    snapshot,
-)
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, check, snapshot
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
@@ -246,14 +236,6 @@ def test_balance(world: int) -> None:
     assert world == 1 or len(buckets) > 1  # one after the other while the backward pass runs
     held = sorted((bucket.start, bucket.shard_numel) for bucket in buckets)
     assert all(start + numel == after for (start, numel), (after, _) in zip(held, held[1:], strict=False))
-
-
-@on_ranks(3)
-def test_padding_is_logged() -> None:
-    """Three ranks own one matrix, so that two of them have padding alone."""
-    with logged("zerocast.optim.zero_muon") as said:
-        ZeroMuon(groups(use_muon=True))
-    assert rank() or any("of padding" in line for line in said)
 
 
 def test_schedulers_cycle_the_momentum() -> None:

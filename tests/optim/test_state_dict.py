@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import zerocast
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
-from tests.workers import on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast import ZeroConfig, optim
+from zerocast.optim import full_state_dict
+from zerocast.optim.pretrained import _gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HYPERPARAMETERS = ("lr", "eps", "weight_decay", "beta1", "beta2")
@@ -60,17 +65,6 @@ def test_keys_are_fixed_and_the_same_on_every_rank(ranks, tmp_path, world):
     for spec in MIXED:
         assert metadata[f"model.{spec.name}"].size == torch.Size(spec.shape)
         assert len(metadata[f"model.{spec.name}"].chunks) <= 3 * world
-
-
-def test_torch_save_with_one_process():
-    trainer, other = Trainer(Run()), Trainer(Run())
-    trainer.train(range(3))
-    file = io.BytesIO()
-    torch.save(trainer.optimizer.state_dict(), file)
-    file.seek(0)
-    other.train(range(7))
-    other.optimizer.load_state_dict(torch.load(file, weights_only=True))
-    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
 
 
 @on_ranks(2)
@@ -139,11 +133,17 @@ def test_a_state_that_was_kept_during_steps():
 
 
 @on_ranks(0, 2)
-def test_state_of_another_optimizer():
-    """From one optimizer to another that cuts alike, in memory, and a whole tensor where a shard could be."""
+def test_state_of_another_optimizer(world):
+    """From one optimizer to another that cuts alike and has had another life, in memory, and of one process through torch.save."""
     trainer, other = Trainer(Run()), Trainer(Run())
     trainer.train(range(3))
+    other.train(range(7))
     state = trainer.optimizer.state_dict()
+    if not world:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
     other.optimizer.load_state_dict(state)
     casts.assert_same_bytes(snapshot(other), snapshot(trainer))
 
@@ -211,3 +211,64 @@ def test_no_rank_holds_the_full_state(ranks, tmp_path, world):
     files = [file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp")]
     assert len(files) == world
     assert max(files) <= 1.3 * sum(files) / world
+
+
+# -- masters under the names of the model, whatever the optimizer calls them
+
+
+class Around(nn.Module):
+    """A quantized net inside a model whose own names are those of the net's parameters too."""
+
+    def __init__(self, inner: str = "nvfp4") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        self.add_module("0", nn.Linear(64, 32))  # of another shape: 0.weight is net.1.weight's
+        zerocast.quantize_(self.net, {"*.weight": inner}, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def masters_of(optimizer: zerocast.ZeroAdamW) -> dict[str, Tensor]:
+    """Whole on every rank, by the optimizer's names."""
+    group = zerocast.distributed.group.Group.of(optimizer.process_group)
+    return {name: _gathered(master, group, name).clone() for name, master in optimizer.state_dict()["model"].items()}
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_of_a_part_has_other_names() -> None:
+    model = Around()
+    optimizer = zerocast.ZeroAdamW(model.net.named_parameters(), lr=0.05)
+    model(torch.randn(4, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    state, masters = full_state_dict(model, optimizer, dtype=FP32), masters_of(optimizer)
+    if dist.is_initialized() and dist.get_rank():
+        assert state == {}
+        return
+    for name, master in masters.items():
+        assert torch.equal(state[f"net.{name}"], master)
+    weight = model.net[0].weight
+    assert not torch.equal(state["net.0.weight"], weight.dequantize().float())
+    assert torch.equal(state["0.weight"], model.get_parameter("0.weight"))
+
+
+@on_ranks(2)
+def test_a_weight_whose_master_is_elsewhere() -> None:
+    """A weight that nobody trains, and one that only rank 1 lacks."""
+    model = Around()
+    first = [(name, p) for name, p in model.net.named_parameters() if name != "1.weight"]
+    rank = dist.get_rank()
+    optimizer = zerocast.ZeroAdamW(first)
+    everywhere = error_of(lambda: full_state_dict(model, optimizer))
+    model.net[1].weight.requires_grad_(rank == 1)
+    for said in (everywhere, error_of(lambda: full_state_dict(model, optimizer))):
+        assert said.startswith("ValueError")
+        assert "net.1.weight requires a gradient and is not a parameter of this ZeroAdamW" in said
+
+
+def test_frozen_weights_are_dequantized() -> None:
+    model = Around()
+    model.net[1].weight.requires_grad_(False)
+    state = full_state_dict(model, zerocast.ZeroAdamW(model.net.named_parameters()))
+    assert torch.equal(state["net.1.weight"], model.net[1].weight.dequantize())

@@ -20,7 +20,7 @@ from tests.optim.runs import Compared, Run, Trainer, snapshot
 from tests.optim.undistributed import Undistributed, f32, np
 from tests.selection import worlds
 from tests.workers import on_ranks
-from zerocast import Recipe, verify
+from zerocast import Recipe, ZeroAdamW, verify
 from zerocast.optim import EMA
 
 # matrices of the probe that are no QuantizedWeights
@@ -158,18 +158,28 @@ MISUSES: dict[str, tuple[Callable[[Trainer], Any], str]] = {
 }
 
 
+def to_bf16(optimizer: ZeroAdamW) -> None:
+    zerocast.switch(optimizer, BF16)
+
+
+def add(optimizer: ZeroAdamW) -> None:
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
+
+
+@pytest.mark.parametrize("call", [to_bf16, add])
 @pytest.mark.parametrize("case", MISUSES)
 @on_ranks(2)
-def test_only_between_steps(case):
+def test_only_between_steps(case, call):
     trainer = Compared()
     trainer.go_on(0)
     begin, said = MISUSES[case]
     undo = begin(trainer) if case != "written" or dist.get_rank() == 1 else lambda: None
     with pytest.raises(RuntimeError, match=said):
-        zerocast.switch(trainer.optimizer, BF16)
+        call(trainer.optimizer)
     undo()
     trainer.check("nothing has changed")
-    switch(trainer, BF16)
+    assert len(trainer.optimizer.param_groups) == 2
+    call(trainer.optimizer)
 
 
 REFUSED = {

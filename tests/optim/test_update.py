@@ -1,21 +1,24 @@
 """Masters, moments, delayed scales and weight bytes after each step: equal to the undistributed update, for any number of ranks."""
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests import casts
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, Run, Trainer, check, snapshot
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, Run, Trainer, boxes, check, snapshot
 from tests.optim.test_muon import SMALL
+from tests.optim.undistributed import mean
 from tests.selection import some, worlds
-from tests.workers import on_ranks
-from zerocast import ZeroConfig, get_format
+from tests.workers import error_of, on_ranks
+from zerocast import CastPlan, QuantizedWeight, ZeroConfig, get_format, verify
 
 ONE_BUCKET = ZeroConfig(deterministic=True)
 TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
@@ -37,6 +40,15 @@ class Faint(Spec):
         return (gradient.float() * sizes).to(self.dtype)
 
 
+# rows and columns in multiples of 128: nothing is padded, and the scales of every span are its part of the buffers
+WHOLE = (
+    Spec("even", (128, 128), "mxfp8"),
+    Spec("wide", (128, 384), "mxfp8"),
+    Spec("tall", (384, 128), "mxfp8", FP16),
+    Spec("even_fp32", (256, 128), "mxfp8", FP32),
+    Spec("padded", (64, 96), "mxfp8"),
+    Spec("never", (128, 256), "mxfp8", used="never"),
+)
 RUNS = {
     "plain": Run(),
     "long": Run(steps=40, max_norm=0.5, schedule=True),
@@ -96,6 +108,26 @@ RUNS = {
         options=(ADAM,),
         assign=True,
     ),
+    "gathered scales, one bucket": Run(specs=WHOLE, config=ONE_BUCKET, options=(ADAM,), steps=3),
+    "gathered scales, small buckets": Run(specs=WHOLE, options=(ADAM,), steps=3, max_norm=0.1),
+    "gathered scales, tiny buckets": Run(specs=WHOLE, config=TINY_BUCKETS, options=(ADAM,), steps=3),
+    "gathered scales, overlap": Run(
+        specs=WHOLE, config=dataclasses.replace(OVERLAP, bucket_size=40_000), options=(ADAM,), steps=3
+    ),
+    "gathered scales of experts": Run(
+        (Spec("experts", (2, 128, 128), "mxfp8"),), options=(ADAM,), steps=2, assign=True
+    ),
+    "gathered scales among others": Run(specs=(*MIXED, *WHOLE), steps=3),
+    "no_sync": Run(accumulate=3, max_norm=0.1),
+    "no_sync, fp32 gradients": Run(accumulate=3, config=FP32_GRADIENTS),
+    "no_sync, bf16 gradients": Run(accumulate=2, config=BF16_GRADIENTS),
+    "no_sync, stage 1": Run(accumulate=3, stage=1, max_norm=0.1),
+    "no_sync, fp8 wire": Run(accumulate=3, config=FP8_WIRE, max_norm=0.1),
+    "every pass reduced": Run(accumulate=3, no_sync=False, max_norm=0.1),
+    "every pass reduced, fp32 gradients": Run(accumulate=3, no_sync=False, config=FP32_GRADIENTS),
+    "every pass reduced, fp8 wire": Run(accumulate=3, no_sync=False, config=FP8_WIRE),
+    "every pass reduced, stage 1": Run(accumulate=3, no_sync=False, stage=1, max_norm=0.1),
+    "every pass reduced, overlap": Run(accumulate=2, no_sync=False, config=OVERLAP),
     "one element": Run(specs=(Spec("one", (1,), dtype=FP32),), options=(ADAM,)),
     "zero betas": Run(options=({**ADAM, "betas": (0.0, 0.0)}, {**ADAM, "lr": 0.0})),
 }
@@ -105,6 +137,9 @@ OVER_RANKS = (
     *("plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
     *("8-bit moments", "8-bit moments, one element", "8-bit moments, faint gradients"),
     *("8-bit moments, codes in the same pass", "fp8 wire", "fp8 wire, deterministic", "fp8 wire, one element"),
+    *("gathered scales, one bucket", "gathered scales, overlap", "gathered scales of experts"),
+    *("gathered scales among others", "no_sync", "no_sync, stage 1"),
+    *("every pass reduced", "every pass reduced, fp8 wire", "every pass reduced, overlap"),
 )
 
 
@@ -176,3 +211,89 @@ def test_a_compiled_step_is_the_step(run: Run) -> None:
         compiled.backward(number)
         step()
         casts.assert_same_bytes(snapshot(compiled), snapshot(eager), f"step {number}")
+
+
+@on_ranks(2)
+def test_wrong_cuts_raise_on_all_ranks() -> None:
+    rank, told = dist.get_rank(), []
+    weight, half = QuantizedWeight.empty((128, 128), "mxfp8"), 64 * 128
+    padded = QuantizedWeight.empty((64, 96), "mxfp8")
+    tries: list[tuple[QuantizedWeight, int, Any]] = [
+        (weight, half, range(128, 128 * 128, half)),
+        (weight, half, range(half, 128 * 128, half // (1 + rank))),
+        (weight, half, range(half + 16, 128 * 128, half)),
+        (padded, 32 * 96, range(32 * 96, 64 * 96, 32 * 96)),
+    ]
+    for one, part, cuts in tries:
+        plan = functools.partial(CastPlan, [one], [torch.ones(part)], [part * rank], scale_cuts=[cuts])
+        told.append(error_of(plan))
+    elsewhere, different, inside, padded = told
+    assert (
+        "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) are not between the boundaries"
+        in elsewhere
+    )
+    assert "cut at range(8192, 16384, 8192) on rank 0 and mxfp8" in different
+    assert "these scales cannot be gathered in parts that end at range(8208" in inside
+    assert "these scales cannot be gathered in parts" in padded
+
+
+@on_ranks(2)
+def test_moved_scales() -> None:
+    """Scale buffers that somebody moved are brought back before the next gather writes them."""
+    trainer = Trainer(Run(specs=WHOLE, options=(ADAM,)))
+    trainer.step(0)
+    for name in ("even", "tall"):
+        weight = trainer.probe.get_parameter(name)
+        weight.state.move_to({"rowwise_scale_inv": torch.empty_like(weight.rowwise_scale_inv)})
+    trainer.step(1)
+    assert verify(trainer.optimizer).ok
+
+
+# -- torch.optim.AdamW as the oracle, within a bound: its builds and variants differ among themselves by a few ulp
+
+OF_TORCH = (
+    Spec("a", (300, 70), dtype=FP32),
+    Spec("b", (64, 128), "nvfp4", FP32),
+    Spec("c", (999,), dtype=FP32, group=1),
+)
+TORCHS_OPTIONS = (ADAM, {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0})
+ULP = 2.0**-23  # relative to the larger of a parameter and the learning rate
+FIRST, EACH = 3, 2  # ulp that the first update may differ by, and on average each of 20
+STEPS = 20
+
+
+def distance(found: Tensor, wanted: Tensor, lr: float) -> float:
+    """The largest difference in ulp of an element, elements below the learning rate measured by the learning rate."""
+    return float(((found - wanted).abs() / (wanted.abs().clamp(min=lr) * ULP)).max())
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(1, 2)
+def test_within_ulps_of_torch(world, fused, max_norm):
+    """Distances from torch's AdamW of masters after a first step, and after 20."""
+    trainer = Trainer(Run(OF_TORCH, options=TORCHS_OPTIONS, max_norm=max_norm))
+    twins = {spec.name: nn.Parameter(spec.initial()) for spec in OF_TORCH}
+    groups = [{"params": [twins[s.name] for s in OF_TORCH if s.group == i], **o} for i, o in enumerate(TORCHS_OPTIONS)]
+    oracle = torch.optim.AdamW(groups, fused=fused, foreach=False)
+    distances = []
+    for step in range(STEPS):
+        trainer.step(step)
+        for spec in OF_TORCH:
+            gradient = mean([spec.gradient(step, rank) for rank in range(world)], spec)
+            twins[spec.name].grad = torch.from_numpy(gradient)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(twins.values(), max_norm)
+        oracle.step()
+        state = trainer.optimizer.state_dict()["model"]
+        distances.append(
+            max(
+                distance(part, twins[spec.name].detach()[where], TORCHS_OPTIONS[spec.group]["lr"])
+                for spec in OF_TORCH
+                for where, part in boxes(state[spec.name])
+                if part.numel()
+            )
+        )
+    first, last = distances[0], distances[-1]
+    assert first <= FIRST
+    assert last <= STEPS * EACH

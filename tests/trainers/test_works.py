@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.docs.page import ROOT
-from tests.optim.test_torch_adamw import EACH, distance
+from tests.optim.test_update import EACH, distance
 from tests.trainers.test_arguments import RECIPE, ROWS, model, plain_model
 from tests.workers import Ranks, error_of
 from zerocast import QuantizedWeight, ZeroAdamW, optim
