@@ -1,5 +1,6 @@
 """A resume is the run: every kind of small model, killed and resumed with a fresh initialisation, equals the run that goes on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.optim.runs import rank
 from tests.workers import on_ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, fsdp2, quantize_
 from zerocast.checkpoint.untrained import own_buffers
@@ -52,35 +54,60 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def built(kind: str, fmt: str, seed: int) -> nn.Module:
-    """A model of bf16 parameters and quantized weights, some of them frozen."""
+RECIPES = {"frozen plain": "[02].weight", "tied": "*er.weight", "buffers": "*t.weight"}
+KINDS = ("plain", "frozen plain", "frozen quantized", "buffers", "tied")
+
+
+def model_of(kind: str, seed: int) -> nn.Module:
+    """A model of which some parameters may be frozen."""
     torch.manual_seed(seed)
-    model = {"tied": Tied, "buffers": Normed}.get(kind, plain)().bfloat16()
-    if kind == "frozen plain":
-        model[0].requires_grad_(False)
-    if kind == "frozen quantized":
+    model = {"tied": Tied, "buffers": Normed}.get(kind, plain)()
+    if kind.startswith("frozen"):
         # Of values like these mxfp8 has blocks that another cast would give another scale.
-        nn.init.normal_(model[1].weight.requires_grad_(False))
-    recipes = {"frozen plain": "[12].weight", "tied": "*er.weight", "buffers": "*t.weight"}
-    quantize_(model, Recipe({recipes.get(kind, "*.weight"): fmt}))
+        nn.init.normal_(model[1].weight)
+        model[1].requires_grad_(False)
     return model
 
 
-def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
+class OwnLoop:
+    """A model of bf16 parameters and quantized weights under ZeroAdamW, which is given all of them or those that are trained."""
+
+    def __init__(self, kind: str, fmt: str, seed: int, given: str = "all") -> None:
+        self.model = quantize_(model_of(kind, seed).bfloat16(), Recipe({RECIPES.get(kind, "*.weight"): fmt}))
+        named = [pair for pair in self.model.named_parameters() if given == "all" or pair[1].requires_grad]
+        self.optimizer = self.saved = ZeroAdamW(named, lr=1e-2)
+        self.passed = {"model": self.model}
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a forward pass reads: bytes of weights, plain parameters and buffers."""
+        read: dict[str, Tensor] = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            own = own_buffers(tensor) if isinstance(tensor, QuantizedWeight) else {"": tensor}
+            read |= {f"{name}.{buffer}": value.detach().clone() for buffer, value in own.items()}
+        return read
+
+
+class UnderFSDP2:
+    """Masters and moments are FSDP2's, and so are frozen parameters; buffers are each rank's own."""
+
+    def __init__(self, kind: str, fmt: str, seed: int) -> None:
+        self.model = fsdp2.prepare(model_of(kind, seed), Recipe({RECIPES.get(kind, "*.weight"): fmt}))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW([one for one in self.model.parameters() if one.requires_grad], lr=1e-2)
+        self.saved, self.passed = TrainingState(self.model, self.optimizer), {}
+
+    def state(self) -> dict[str, Tensor]:
+        held = self.model.state_dict()
+        return {name: getattr(one, "_local_tensor", one).detach().clone() for name, one in held.items()}
+
+
+def train(run: Any, steps: range) -> None:
     for step in steps:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    """All that a forward pass reads: bytes of weights, plain parameters and buffers."""
-    read: dict[str, Tensor] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        own = own_buffers(tensor) if isinstance(tensor, QuantizedWeight) else {"": tensor}
-        read |= {f"{name}.{buffer}": value.detach().clone() for buffer, value in own.items()}
-    return read
+        generator = torch.Generator().manual_seed(10 * step + rank())
+        x = torch.randn(8, WIDTH, generator=generator).to(next(run.model.parameters()).dtype)
+        run.model(x).float().square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -88,29 +115,30 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert not different
 
 
-KINDS = ("plain", "frozen plain", "frozen quantized", "buffers", "tied")
+def check(make: Callable[[int], Any], folder: Path, asynchronous: bool = False) -> None:
+    run = make(1)
+    train(run, range(2))
+    with Checkpoints(folder, asynchronous=asynchronous) as checkpoints:
+        checkpoints.save(run.saved, 2, **run.passed)
+        train(run, range(2, 4))
+    again = make(2)
+    assert Checkpoints(folder).load(again.saved, **again.passed) == 2
+    train(again, range(2, 4))
+    assert_equal(again.state(), run.state())
 
 
 @pytest.mark.parametrize("given", ["trained", "all"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_delayed", "fp8_block"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
-    def optimizer_of(model: nn.Module) -> ZeroAdamW:
-        return ZeroAdamW(
-            [pair for pair in model.named_parameters() if given == "all" or pair[1].requires_grad], lr=1e-2
-        )
+    check(lambda seed: OwnLoop(kind, fmt, seed, given), tmp_path, asynchronous=fmt == "nvfp4")
 
-    model = built(kind, fmt, seed=1)
-    optimizer = optimizer_of(model)
-    trained(model, optimizer, range(2))
-    with Checkpoints(tmp_path, asynchronous=fmt == "nvfp4") as checkpoints:
-        checkpoints.save(optimizer, 2, model=model)
-        trained(model, optimizer, range(2, 4))
-    again = built(kind, fmt, seed=2)
-    resumed = optimizer_of(again)
-    assert Checkpoints(tmp_path).load(resumed, model=again) == 2
-    trained(again, resumed, range(2, 4))
-    assert_equal(state(again), state(model))
+
+@on_ranks(2)
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsdp2(tmp_path: Path, kind: str, fmt: str) -> None:
+    check(lambda seed: UnderFSDP2(kind, fmt, seed), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -118,50 +146,11 @@ def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
 )
 def test_a_frozen_weight_of_another_format(tmp_path: Path, fmt: str, other_fmt: str) -> None:
     """Its bytes fit, and would be other values."""
-    model = built("frozen quantized", fmt, seed=1)
-    Checkpoints(tmp_path).save(ZeroAdamW(model.named_parameters()), 1, model=model)
-    other = built("frozen quantized", other_fmt, seed=1)
-    before = state(other)
+    run, other = OwnLoop("frozen quantized", fmt, seed=1), OwnLoop("frozen quantized", other_fmt, seed=1)
+    Checkpoints(tmp_path).save(run.saved, 1, model=run.model)
+    before = other.state()
     with pytest.raises(
         ValueError, match=f"1.weight is {fmt} of bfloat16 in the checkpoint, expected {other_fmt} of bfloat16"
     ):
-        Checkpoints(tmp_path).load(ZeroAdamW(other.named_parameters()), model=other)
-    assert_equal(state(other), before)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_delayed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp2(tmp_path: Path, kind: str, fmt: str) -> None:
-    """Masters and moments are FSDP2's, and so are frozen parameters; buffers are each rank's own."""
-
-    def make(seed: int) -> tuple[Any, TrainingState, Any]:
-        torch.manual_seed(seed)
-        model = {"tied": Tied, "buffers": Normed}.get(kind, plain)()
-        if kind.startswith("frozen"):
-            model[1].requires_grad_(False)
-        recipe = {"frozen plain": "[02].weight", "tied": "*er.weight", "buffers": "*t.weight"}.get(kind, "*.weight")
-        fsdp2.prepare(model, Recipe({recipe: fmt}))
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-        return model, TrainingState(model, optimizer), optimizer
-
-    def train(model: Any, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def read(model: Any) -> dict[str, Tensor]:
-        return {name: getattr(one, "_local_tensor", one).detach().clone() for name, one in model.state_dict().items()}
-
-    model, whole, optimizer = make(1)
-    train(model, optimizer, range(2))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(whole, 2)
-    train(model, optimizer, range(2, 4))
-    again, resumed, other = make(2)
-    assert Checkpoints(tmp_path).load(resumed) == 2
-    train(again, other, range(2, 4))
-    assert_equal(read(again), read(model))
+        Checkpoints(tmp_path).load(other.saved, model=other.model)
+    assert_equal(other.state(), before)

@@ -239,11 +239,9 @@ def test_files_that_differ(plain: Path) -> None:
     flipped = bytes([kept["__0_0.distcp"][0] ^ 1]) + kept["__0_0.distcp"][1:]
     damages: list[tuple[str, bytes | None, str]] = [
         ("__0_0.distcp", flipped, "__0_0.distcp is damaged: its SHA-256 is"),
-        ("__0_0.distcp", kept["__0_0.distcp"][:-1], "bytes, and had .* when it was written"),
         ("__0_0.distcp", None, "__0_0.distcp is missing; it had"),
-        (".metadata", None, r"\.metadata is missing; it had"),
         ("manifest.json", kept["manifest.json"][:-9], "manifest.json is damaged"),
-        ("manifest.json", (plain / "runs/one/step_00000001/manifest.json").read_bytes(), "folders were exchanged"),
+        ("manifest.json", None, "manifest.json is missing, so the files of the checkpoint cannot be checked"),
     ]
     for name, content, said in damages:
         (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
@@ -252,10 +250,6 @@ def test_files_that_differ(plain: Path) -> None:
             checkpoints.load(reader.optimizer, 2)
         assert checkpoints.load(reader.optimizer) == 1 and reader.value() == good
         (folder / name).write_bytes(kept[name])
-    (folder / "manifest.json").unlink()  # damage, since no unfinished save leaves it so
-    with pytest.raises(ValueError, match=r"manifest.json is missing, so the files of the checkpoint cannot be checked"):
-        checkpoints.load(Training().optimizer, 2)
-    (folder / "manifest.json").write_bytes(kept["manifest.json"])
     (folder / "__7_0.distcp").write_bytes(b"of nobody")  # is not read
     reader = Training()
     assert checkpoints.load(reader.optimizer) == 2 and reader.value() == run.value()

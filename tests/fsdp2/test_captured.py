@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net, digests
 from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, put_gradients
+from tests.optim.memory import NewStorages
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW
@@ -27,30 +26,6 @@ from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.master_memory import MasterAddresses
 
 ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
-
-
-class Allocations(TorchDispatchMode):
-    """What torch's operators allocate: in a graph's own memory, which goes with the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[tuple[str, StorageWeakRef]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the storages that an operator returns and was not given."""
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        made = (tensor.untyped_storage() for tensor in _tensors(result))
-        self._made += [(str(func), StorageWeakRef(storage)) for storage in made if storage._cdata not in given]
-        return result
-
-    def kept(self) -> list[str]:
-        """The operators of which somebody still holds a result."""
-        return [f"{name} outlives a graph" for name, storage in self._made if not storage.expired()]
-
-
-def _tensors(of: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor) and not hasattr(leaf, "_local_tensor")]
 
 
 class Trainee:
@@ -82,9 +57,9 @@ class Trainee:
         self.recorded.append(work)
 
         def watched() -> None:
-            with Allocations() as allocations:
+            with NewStorages() as made:
                 work()
-            self.kept += allocations.kept()
+            self.kept += [f"{name} outlives a graph" for name in made.kept()]
 
         return watched if models.place() == "cpu" else cuda_graph(watched)
 

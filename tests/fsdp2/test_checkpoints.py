@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
 from tests import casts
+from tests.checkpoint.sources.source_files import KINDS, values
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 
 WIDTH, HIDDEN = 64, 96
 FORMATS = ("nvfp4", DELAYED, "mxfp8", "fp8_block:power_of_2_scale=False")
@@ -142,3 +144,35 @@ def test_prepared_modules_pickle_as_plain_ones(recwarn: pytest.WarningsRecorder)
         copy(torch.ones(1, 32))
     (said,) = recwarn.list
     assert str(said.message).startswith("this Linear was pickled after zerocast.fsdp2.prepare")
+
+
+# -- high-precision weights: the same masters and bytes, on any mesh
+
+
+def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in Net(formats, WIDTH, HIDDEN).state_dict().items()}
+    return values(shapes, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:no state of delayed scaling")
+@pytest.mark.parametrize(
+    ("world", "where", "kind", "trained"),
+    [
+        pytest.param(1, "fsdp", "safetensors", True, marks=pytest.mark.slow),
+        (3, "fsdp", "safetensors_folder", True),
+        pytest.param(2, "fsdp", "dcp", False, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", "file", False, marks=pytest.mark.slow),
+        (4, "tp", "safetensors", False),
+    ],
+)
+@on_ranks()
+def test_any_mesh(tmp_path: Path, where: str, kind: str, trained: bool) -> None:
+    source = KINDS[kind](wanted(("nvfp4",) if where == "tp" else FORMATS), tmp_path)
+    formats = ("nvfp4",) if where == "tp" else FORMATS
+    model, optimizer = build(where, formats)
+    if trained:
+        models.train(model, optimizer, range(2), WIDTH)
+    zerocast.fsdp2.load_masters(model, source)
+    found = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    different = [name for name, value in wanted(formats).items() if not torch.equal(found[name], value)]
+    assert different + ([] if where == "tp" else models.complaints(model, where)) == []

@@ -1,5 +1,6 @@
 """A prepared model that FSDP2 does not gather raises at its first forward pass, and does not train in FP32."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +234,41 @@ def test_an_optimizer_of_other_parameters(early: bool) -> None:
     models.train(model, new, range(2, 3), 64)
     assert error_of(new.step) == ""
     models.check(model, "with a new optimizer")
+
+
+# -- gathered weights have an owner, their master: no step takes them for weights that nobody trains
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "count"),
+    [
+        ("all", "", 0),
+        ("two optimizers", "", 0),
+        ("frozen", "", 0),
+        ("a part", "1 prepared weights have gradients, and no optimizer", 1),
+        ("twice", "RuntimeError: this AdamW lists", 3),
+    ],
+)
+@on_ranks(2)
+def test_weights_that_nobody_trains_or_that_are_trained_twice(kind: str, message: str, count: int) -> None:
+    model = models.sharded(Net(("nvfp4", "mxfp8"), 64, 128))
+    named = dict(model.named_parameters())
+    first = named[models.manager(model).weights[0].name]
+    others = [parameter for parameter in named.values() if parameter is not first]
+    optimizer = torch.optim.AdamW(others if kind != "all" else [first, *others])
+    if kind == "twice":
+        optimizer.param_groups[0]["params"].append(others[0])
+    optimizers = [optimizer, torch.optim.SGD([first], lr=0.1)] if kind == "two optimizers" else [optimizer]
+    if kind == "frozen":
+        first.requires_grad_(False)
+    said: list[str] = []
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(models.batch(step, 64)).float().square().mean().backward()
+            for each in optimizers:
+                said += [error for error in [error_of(each.step)] if error]
+            model.zero_grad()
+        said += [str(warning.message) for warning in caught if "prepared weights" in str(warning.message)]
+    assert len(said) == count, said
+    assert all(one.startswith(message) for one in said), said

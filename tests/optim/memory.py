@@ -48,19 +48,25 @@ class Allocations:
 
 
 class NewStorages(TorchDispatchMode):
-    """Sizes of the storages that operators bring, without what the communication library allocates inside."""
+    """The storages that operators bring, without what the communication library allocates inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes = [0]
+        self._made: list[tuple[str, StorageWeakRef]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) is Tensor and StorageWeakRef(tensor.untyped_storage()) not in known:
+            if type(tensor) is Tensor and tensor.untyped_storage()._cdata not in known:
                 self.sizes.append(tensor.untyped_storage().nbytes())
+                self._made.append((str(func), StorageWeakRef(tensor.untyped_storage())))
         return result
+
+    def kept(self) -> list[str]:
+        """The operators of which somebody still holds a result."""
+        return [name for name, storage in self._made if not storage.expired()]
 
 
 def allocations(work: Callable[[], object]) -> Allocations:

@@ -1,18 +1,31 @@
-"""Folders of checkpoints: which of them are kept, what is asked for, and saves that go on while training does."""
+"""Folders of checkpoints: which are kept, saves that go on while training does, full disks; damaged ones, and such as do not fit,
+are refused with nothing changed, and the one before still loads.
+"""
 
+import contextlib
 import dataclasses
+import errno
+import json
+import logging
+import os
 import shutil
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
 from tests.optim.checkpoint_folders import FEW, names, saved
-from tests.optim.runs import OVERLAP, Trainer, snapshot
+from tests.optim.runs import OVERLAP, Run, Trainer, snapshot
 from tests.selection import worlds
-from zerocast.checkpoint import checkpoint
+from tests.workers import error_of, on_ranks
+from zerocast import optim
+from zerocast.checkpoint import checkpoint, manifest
+from zerocast.checkpoint.manifest import Manifest
 from zerocast.optim import Checkpoints
 
 
@@ -23,7 +36,7 @@ def keeps(folder: str, keep: int | None) -> None:
         checkpoints.save(trainer.optimizer, step)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [5, 10, 15, 20]), (1, [15]), (2, [15, 20]), (9, [5, 10, 15, 20])])
+@pytest.mark.parametrize(("keep", "left"), [(None, [5, 10, 15, 20]), (1, [15]), (2, [15, 20])])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_last_are_kept(ranks, tmp_path, keep, left, world):
     """Step 15 is saved a second time: it stays, whatever else goes, and so does what is the user's."""
@@ -104,3 +117,185 @@ def test_asynchronous(ranks, tmp_path, world):
 
 def test_asynchronous_without_a_process_group(tmp_path):
     asynchronous(str(tmp_path))
+
+
+# -- a checkpoint is whole or not there
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+# What fails, as on a full or broken disk.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a file": (FileSystem, "create_stream"),
+    "the manifest": (Manifest, "write"),
+    "to the disk": (os, "fsync"),
+    "the rename": (os, "rename"),
+}
+ON_ONE_RANK = [("a file", 1), ("a file", 0), ("the manifest", 0)]
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("world", "fault", "culprit", "asynchronous"),
+    [
+        *((0, fault, 0, False) for fault in FAULTS),
+        *((2, *case, True) for case in ON_ONE_RANK),
+        *(pytest.param(2, *case, False, marks=pytest.mark.slow) for case in ON_ONE_RANK),
+    ],
+)
+@on_ranks()
+def test_a_full_disk(tmp_path: Path, world: int, fault: str, culprit: int, asynchronous: bool) -> None:
+    """It is full on one rank in the second save; afterwards the first is loaded and training goes on."""
+    folder = tmp_path / "c"
+    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+    trainer = Trainer(FEW)
+    trainer.train(range(2))
+    checkpoints.save(trainer.optimizer, 2)
+    checkpoints.wait()
+    wanted = snapshot(trainer)
+    trainer.train(range(2, 4))
+    later = snapshot(trainer)
+    fails = mock.patch.object(*FAULTS[fault], side_effect=FULL)
+    with fails if trainer.rank == culprit else contextlib.nullcontext():
+        said = error_of(lambda: checkpoints.save(trainer.optimizer, 4)) or error_of(checkpoints.wait)
+        together()
+    casts.assert_same_bytes(snapshot(trainer), later, f"rank {trainer.rank}, after the fault")
+    assert names(folder) == ["step_00000002"]
+    other = Trainer(FEW)
+    assert checkpoints.load(other.optimizer) == 2
+    casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}, loaded")
+    together()
+    checkpoints.save(trainer.optimizer, 4)
+    checkpoints.wait()
+    assert checkpoints.load(other.optimizer) == 4
+    casts.assert_same_bytes(snapshot(other), later, f"rank {trainer.rank}, saved again")
+    assert "No space left on device" in said
+    assert world or "step_00000004 was not written: " in said
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path):
+    trainer = Trainer(FEW)
+    optim.save(trainer.optimizer, tmp_path / "here")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
+    with pytest.raises(
+        RuntimeError, match="already exists: checkpoints, and files that zerocast has not written, are not overwritten"
+    ):
+        optim.save(trainer.optimizer, tmp_path / "here")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == before
+
+
+# -- damaged ones
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+DAMAGE = {truncate: "bytes, and had", flip: "is damaged: its SHA-256 is", Path.unlink: "is missing; it had"}
+
+
+def refuses(folder: str) -> tuple[str, int]:
+    """What loading the damaged step says, the optimizer unchanged; and which step is loaded when none is asked for."""
+    trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match="step_00000002") as caught:
+        checkpoints.load(trainer.optimizer, step=2)
+    casts.assert_same_bytes(snapshot(trainer), before)
+    return str(caught.value), checkpoints.load(trainer.optimizer)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damaged_files(ranks, tmp_path, damage):
+    """Every file of a checkpoint of two ranks in turn; the one before is still there."""
+    ranks(2)(saved, str(tmp_path / "whole"))
+    files = [name for name in names(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")]
+    assert len(files) == 2
+    for number, name in enumerate([*files, ".metadata"]):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        damage(folder / "step_00000002" / name)
+        # A rank reads what the other one wrote; with the first file, one process reads what two have.
+        readers = ranks(2)(refuses, str(folder)) if number else [refuses(str(folder))]
+        for said, step in readers:
+            assert DAMAGE[damage] in said
+            assert f"step_00000002/{name}" in said
+            assert step == 1
+
+
+def test_damage_is_found_before_masters_are_loaded(tmp_path):
+    saved(str(tmp_path))
+    trainer, folder = Trainer(FEW), tmp_path / "step_00000002"
+    before = snapshot(trainer)
+    flip(next(folder.glob("*.distcp")))
+    assert DAMAGE[flip] in error_of(lambda: optim.load_masters(trainer.optimizer, folder))
+    casts.assert_same_bytes(snapshot(trainer), before)
+
+
+def test_a_manifest_names_no_file_elsewhere(tmp_path):
+    saved(str(tmp_path))
+    path = tmp_path / "step_00000002" / manifest.NAME
+    content = json.loads(path.read_text())
+    content["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
+    del content["sha256"]
+    path.write_text(json.dumps({**content, "sha256": manifest.digest(content)}))
+    with pytest.raises(ValueError, match=r"'\.\./\.\./secret' is not a file of the checkpoint"):
+        Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=2)
+
+
+@pytest.mark.notices(
+    "manifest.json is deleted",
+    where="Checkpoints",
+    answer="counts as damaged: an error if it is asked for, else the previous one is loaded",
+)
+def test_no_manifest(ranks, tmp_path, caplog):
+    """These folders always have one. A folder of another program loads without, and the log says that nothing is checked."""
+    saved(str(tmp_path))
+    (tmp_path / "step_00000002" / manifest.NAME).unlink()
+    for said, step in [refuses(str(tmp_path)), *ranks(2)(refuses, str(tmp_path))]:
+        assert "step_00000002/manifest.json is missing, so the files of the checkpoint cannot be checked" in said
+        assert step == 1
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        optim.load(Trainer(FEW).optimizer, tmp_path / "step_00000002")
+    assert "step_00000002 has no manifest.json: its files are not checked" in caplog.text
+
+
+def test_exchanged_folders(tmp_path):
+    saved(str(tmp_path))
+    first, second, aside = tmp_path / "step_00000001", tmp_path / "step_00000002", tmp_path / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    with pytest.raises(ValueError, match=r"manifest.json has step 1, expected 2"):
+        Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=2)
+    with pytest.raises(ValueError, match=r"manifest.json has step 2, expected 1"):
+        Checkpoints(tmp_path).load(Trainer(FEW).optimizer)
+
+
+def test_all_damaged(tmp_path, caplog):
+    saved(str(tmp_path))
+    caplog.clear()
+    for folder in tmp_path.iterdir():
+        flip(next(folder.glob("*.distcp")))
+    with caplog.at_level(logging.WARNING, "zerocast"), pytest.raises(ValueError, match=r"step_00000001/.* is damaged"):
+        Checkpoints(tmp_path).load(Trainer(FEW).optimizer)
+    assert [r.getMessage()[:34] for r in caplog.records if r.name.startswith("zerocast")] == [
+        "skipping the checkpoint of step 2:"
+    ]
+
+
+def test_what_does_not_fit_is_named_with_both_values(tmp_path):
+    fewer = Run(FEW.specs[:-1])
+    optim.save(Trainer(FEW).optimizer, tmp_path / "all")
+    optim.save(Trainer(fewer).optimizer, tmp_path / "fewer")
+    with pytest.raises(ValueError, match=r"model\.bias is in the checkpoint, but not a parameter of this optimizer"):
+        optim.load(Trainer(fewer).optimizer, tmp_path / "all")
+    with pytest.raises(ValueError, match=r"model\.bias is missing"):
+        optim.load(Trainer(FEW).optimizer, tmp_path / "fewer")

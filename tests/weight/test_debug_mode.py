@@ -2,8 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
+from tests.observed import debug_mode
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.distributed.group import Group
@@ -18,17 +18,13 @@ from zerocast.distributed.group import Group
 STALE = "weight of shape (32, 64) is stale"
 
 
-@pytest.fixture
-def debug() -> Iterator[None]:
-    zerocast.set_debug(True)
-    yield
-    zerocast.set_debug(False)
-
-
-def weight_and_master(fmt: str = "nvfp4", **plan: Any) -> tuple[QuantizedWeight, Tensor, CastPlan]:
-    weight = QuantizedWeight.empty((32, 64), fmt)
-    master = torch.randn(32 * 64)
-    return weight, master, CastPlan([weight], [master], [0], **plan)
+def weight_and_master() -> tuple[QuantizedWeight, Tensor, CastPlan]:
+    """With a cast that has been gathered."""
+    weight, master = QuantizedWeight.empty((32, 64), "nvfp4"), torch.randn(32 * 64)
+    plan = CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    return weight, master, plan
 
 
 def read(weight: QuantizedWeight) -> None:
@@ -45,10 +41,9 @@ def refusal(weight: QuantizedWeight) -> str:
     return str(caught.value)
 
 
-def test_masters_that_are_moved_are_as_old_as_their_weight(debug):
+@debug_mode()
+def test_masters_that_are_moved_are_as_old_as_their_weight():
     weight, master, plan = weight_and_master()
-    plan.cast()
-    plan.post_all_gather()
     moved = torch.empty_like(master).copy_(master)
     plan.move_masters([moved])
     read(weight)
@@ -71,31 +66,26 @@ OPTIMIZERS: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
     where="CastPlan",
     answer="in debug mode the next read raises, and names the call that is missing",
 )
-def test_a_step_without_a_cast(debug, make, detached):
+@debug_mode()
+def test_a_step_without_a_cast(make, detached):
     weight, master, plan = weight_and_master()
     parameter = master.detach().requires_grad_() if detached else master.requires_grad_()
     optimizer = make(parameter)
-    plan.cast()
-    plan.post_all_gather()
     read(weight)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert STALE in refusal(weight)
-    assert "call plan.cast() after the masters change" in refusal(weight)
+    assert STALE in (said := refusal(weight)) and "call plan.cast() after the masters change" in said
     plan.cast()
     plan.post_all_gather()
     read(weight)
 
 
 def test_without_debug_mode_nothing_is_asked():
-    weight, master, plan = weight_and_master()
-    plan.cast()
-    plan.post_all_gather()
+    weight, master, _ = weight_and_master()
     master.add_(1)
     read(weight)
-    zerocast.set_debug(True)
-    read(weight)  # the last cast was not watched
-    zerocast.set_debug(False)
+    with debug_mode():
+        read(weight)  # the last cast was not watched
 
 
 @pytest.mark.notices(
@@ -104,41 +94,26 @@ def test_without_debug_mode_nothing_is_asked():
     answer="in debug mode the next read raises, and names the call that is missing",
 )
 @on_ranks(2)
+@debug_mode()
 def test_a_cast_without_a_gather():
-    """A cast whose bytes nobody has gathered yet."""
-    zerocast.set_debug(True)
-    try:
-        rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
-        plan = CastPlan([weight], [torch.randn(1024)], [1024 * rank])
-        plan.cast()
-        said = [refusal(weight)]
-        data = weight.rowwise_data.view(-1)
-        Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
-        said.append(refusal(weight))
-        plan.post_all_gather()
-        read(weight)
-    finally:
-        zerocast.set_debug(False)
-    assert len(said) == 2
+    """Of a plan that is processed by a call after the gather, and on demand."""
+    rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
+    plan = CastPlan([weight], [torch.randn(1024)], [1024 * rank])
+    plan.cast()
+    said = [refusal(weight)]
+    data = weight.rowwise_data.view(-1)
+    Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
+    said.append(refusal(weight))
+    plan.post_all_gather()
+    read(weight)
     for text in said:
         assert "holds this rank's part of the last cast only: call plan.cast()" in text
         assert "plan.post_all_gather()" in text
-
-
-@on_ranks(2)
-def test_processing_on_demand():
-    """With processing on demand, a read after the gather needs no call."""
-    zerocast.set_debug(True)
-    try:
-        rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
-        zerocast.quantize_master_weights(
-            [weight], [torch.randn(1024)], [1024 * rank], manual_post_all_gather_processing=False
-        )
-        data = weight.rowwise_data.view(-1)
-        Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
-        read(weight)
-    finally:
-        zerocast.set_debug(False)
+    zerocast.quantize_master_weights(
+        [weight], [torch.randn(1024)], [1024 * rank], manual_post_all_gather_processing=False
+    )
+    Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
+    read(weight)
 
 
 def test_weights_do_not_keep_masters_alive():

@@ -156,19 +156,6 @@ def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
         optim.load(trained().optimizer, tmp_path)
 
 
-def test_a_damaged_checkpoint_is_found_before_anything_changes(tmp_path: Path) -> None:
-    optim.save(trained().optimizer, tmp_path / "c")
-    file = next((tmp_path / "c").glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    trainer = trained()
-    before = snapshot(trainer)
-    with pytest.raises(ValueError, match="is damaged: its SHA-256 is"):
-        optim.load_masters(trainer.optimizer, tmp_path / "c")
-    casts.assert_same_bytes(snapshot(trainer), before)
-
-
 @pytest.mark.parametrize("every", [61, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_load_that_breaks_off(every: int) -> None:
     """Memory runs out: nothing has changed, or the optimizer says so until masters are loaded again."""
