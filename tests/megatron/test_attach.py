@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.megatron import te_attaching, training
+from tests.megatron import te, te_attaching, training
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
+from tests.megatron.offloading import offloaded
 from tests.megatron.ranks_host import host
-from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
+from tests.megatron.training import ALL_LAYERS, MIXED, Case, MegatronModule, Run, build
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.cast import host as cast_host
@@ -78,8 +79,26 @@ def test_a_host_without_buffers_of_four_bits_is_named() -> None:
         assert "its buffers cannot hold two elements per byte; those of 0.19 can" in said
 
 
-def test_detach_gives_the_host_back(ranks: Ranks) -> None:
-    assert ranks(2)(te_attaching.detached, Case(MIXED, overlap=True)) == [[], []]
+TE_TENSORS, TILES = (Case(formats, te=ALL_LAYERS) for formats in ("te", "tiles"))
+NEEDS_TE = [needs_four_bits, te.needs_te]
+
+
+@pytest.mark.parametrize("case", [Case(MIXED, overlap=True), pytest.param(TE_TENSORS, marks=NEEDS_TE)])
+def test_detach_gives_the_host_back(ranks: Ranks, case: Case) -> None:
+    assert ranks(2)(te_attaching.detached, case) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("case", "with_state"),
+    [
+        (offloaded(), False),
+        (offloaded(), True),
+        pytest.param(TE_TENSORS, False, marks=NEEDS_TE),
+        pytest.param(TILES, False, marks=NEEDS_TE),
+    ],
+)
+def test_masters_of_a_finetuning_run(ranks: Ranks, case: Case, with_state: bool) -> None:
+    assert ranks(2)(training.finetuned, case, with_state) == [(True, {})] * 2
 
 
 def _methods(owner: Any) -> set[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.te import needs_te
 from tests.megatron.test_checkpoints import KINDS
-from tests.megatron.training import FORMATS, MIXED, NARROW, Case, finetuned
+from tests.megatron.training import FORMATS, MIXED, NARROW, Case
 from tests.selection import worlds
 from tests.workers import Ranks
 from zerocast.integrations.megatron.offload import CpuMaster
@@ -80,11 +80,6 @@ def test_other_numbers_of_ranks_with_and_without_offload(
     cases = {"offloaded": offloaded(fraction=0.5, overlap=True), "on the GPU": Case(MIXED, overlap=True)}
     state = ranks(before)(saved, cases[written], str(tmp_path), kind)[0]
     check(state, ranks(after)(loaded, cases[read], str(tmp_path), kind))
-
-
-@pytest.mark.parametrize("with_state", [False, True], ids=["values", "state dict"])
-def test_masters_of_a_finetuning_run(ranks: Ranks, with_state: bool) -> None:
-    assert ranks(2)(finetuned, offloaded(), with_state) == [(True, {})] * 2
 
 
 def test_moments_stay_on_their_side_when_masters_return_from_the_host(ranks: Ranks) -> None:

@@ -12,16 +12,13 @@ from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.te import needs_te
 from tests.megatron.training import (
     ALL_LAYERS,
-    FORMATS,
     MIXED,
     Case,
     Run,
     build,
     build_chunk,
     build_optimizer,
-    train,
 )
-from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast.integrations import megatron as integration
 
@@ -52,14 +49,6 @@ def case(dtype: torch.dtype, formats: str = MIXED, **more: Any) -> Case:
     """With moments of a dtype."""
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     return Case(formats, fused_adam=True, options={"use_precision_aware_optimizer": True, **moments}, **more)
-
-
-@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=FORMATS[MIXED].values())
-@pytest.mark.parametrize("world", worlds(3, slow=[2, 4]))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, dtype: torch.dtype) -> None:
-    for losses, wrong in ranks(world)(train, case(dtype, overlap=True, bucket_size=10_000)):
-        assert not wrong and losses[2] < losses[0]
 
 
 @needs_four_bits

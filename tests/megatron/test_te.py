@@ -6,7 +6,7 @@ import pytest
 
 from tests.megatron import te, te_attaching
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, finetuned, train
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
@@ -37,15 +37,6 @@ def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int)
 def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
     for ok, found, wanted in ranks(2)(te_attaching.every_buffer, formats):
         assert ok and found == wanted and len(wanted) > 12
-
-
-@pytest.mark.parametrize("formats", SETS)
-def test_masters_of_a_finetuning_run(ranks: Ranks, formats: str) -> None:
-    assert ranks(2)(finetuned, Case(formats, te=ALL_LAYERS)) == [(True, {})] * 2
-
-
-def test_detach_gives_the_host_back(ranks: Ranks) -> None:
-    assert ranks(2)(te_attaching.detached, Case("te", te=ALL_LAYERS)) == [[], []]
 
 
 @pytest.mark.parametrize(
