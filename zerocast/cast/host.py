@@ -168,7 +168,6 @@ class CastDriver:
         self.host = host
         self._flatten_delayed_scaling()
         flat = [_flat(master) for master in host.masters]
-        self._note_flat(flat)
         self.plan = CastPlan(
             host.weights,
             flat,
@@ -198,7 +197,7 @@ class CastDriver:
         # Pairs on one device are copied by one foreach launch, masters in CPU memory one at a time.
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
         self._plain_on_cpu = [pair for pair in plain if pair[0].device != pair[1].device]
-        self._watch_masters()
+        self._watch(flat)
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -275,10 +274,10 @@ class CastDriver:
         (`CastPlan.move_masters`).
         """
         flat = [_flat(master) for master in masters]
-        self.plan.move_masters(flat, shard_data)
-        self.host = dataclasses.replace(self.host, masters=masters, shard_data=shard_data)
-        self._note_flat(flat)
-        self._watch_masters()
+        data = self.host.shard_data if shard_data is None else shard_data
+        self.plan.move_masters(flat, data)
+        self.host = dataclasses.replace(self.host, masters=masters, shard_data=data)
+        self._watch(flat)
 
     def leave_memory(self) -> None:
         """Drop the references to memory that the host has moved masters out of. Local."""
@@ -358,24 +357,20 @@ class CastDriver:
         for master, view in self._views:
             has_moved = has_moved or view.data_ptr() != master.data_ptr()
         if has_moved:
-            flat = [_flat(master) for master in self.host.masters]
-            self.plan.move_masters(flat)
-            self._note_flat(flat)
-            self._watch_masters()
+            self.move_masters(self.host.masters)
 
-    def _note_flat(self, flat: Sequence[Tensor | None]) -> None:
-        """Remember the flat masters that the plan has, and which of them are views."""
-        self._flat = [master for master in flat if master is not None]
+    def _watch(self, flat: Sequence[Tensor | None]) -> None:
+        """Note which of the plan's `flat` masters are views, to follow them, and let debug mode
+        notice writes to all masters, those of plain parameters too: a cast rounds them.
+        """
         # A plan follows masters by itself that are flat already.
         self._views: list[tuple[Tensor, Tensor]] = []
         for master, view in zip(self.host.masters, flat, strict=True):
             if master is not None and view is not None and view is not master:
                 self._views.append((master, view))
-
-    def _watch_masters(self) -> None:
-        """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
+        own = [master for master in flat if master is not None]
         of_plain = [master for _, master in (*self._plain, *self._plain_on_cpu)]
-        self.plan.validity.watch([*self._flat, *of_plain], sharded=self.plan.group.size > 1)
+        self.plan.validity.watch([*own, *of_plain], sharded=self.plan.group.size > 1)
 
 
 def raising_together(method: Callable[..., Any], drivers: Sequence[CastDriver]) -> Callable[..., Any]:
