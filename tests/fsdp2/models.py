@@ -132,10 +132,11 @@ def sharded(
     recipe: dict[str, str] | None = None,
     *,
     prepare: bool = True,
+    prepared: Mapping[str, Any] | None = None,
     keep_codes: bool | None = False,
     **options: Any,
 ) -> Any:
-    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for.
+    """`model` prepared, with these options, and sharded by block and as a whole, in bf16 if nothing else is asked for.
 
     By default its codes are cast at each gather, few as they are.
     """
@@ -144,7 +145,7 @@ def sharded(
         model.to(place())
     if prepare:
         recipe = model.recipe if recipe is None else recipe
-        zerocast.fsdp2.prepare(model, zerocast.Recipe(recipe), keep_codes=keep_codes)
+        zerocast.fsdp2.prepare(model, recipe, keep_codes=keep_codes, **prepared or {})
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -159,6 +160,12 @@ def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tens
     """Inputs of a step, other ones on every rank."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(place())
+
+
+def forward(model: Any, step: int = 0, width: int = 64) -> None:
+    """A forward pass without gradients."""
+    with torch.no_grad():
+        model(batch(step, width))
 
 
 def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None = None) -> None:

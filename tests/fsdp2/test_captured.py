@@ -209,8 +209,7 @@ def refused_alone(what: Callable[[Trainee], Any], times: int) -> tuple[list[str]
         put_gradients(trainee.model, 3)
         with what(trainee) if dist.get_rank() == 1 else contextlib.nullcontext():
             said.append(error_of(trainee.captured))
-    with torch.no_grad():
-        passed = error_of(lambda: trainee.model(models.batch(0, WIDTH)))
+    passed = error_of(lambda: models.forward(trainee.model, 0, WIDTH))
     trainee.optimizer.zero_grad()
     state.load_state_dict(saved)
     for number in (5, 6):

@@ -30,8 +30,7 @@ class Run:
         self.state = TrainingState(self.model, self.optimizer)
 
     def forward(self) -> None:
-        with torch.no_grad():
-            self.model(models.batch(1, 64))
+        models.forward(self.model, 1)
 
     def step(self, what: str = "", value: float = 0.0, culprit: int = -1) -> None:
         """A step, with one element of a gradient or a master of one rank that is `value`."""
@@ -142,9 +141,8 @@ def _break_the_cast(model: Any) -> None:
 @pytest.mark.parametrize(("every", "wanted"), [(1, [0, 0, 0, 1, 1, 1]), (2, [0, 0, 0, 1, 0, 1])])
 @on_ranks(2)
 def test_verify_every(every: int, wanted: list[int]) -> None:
-    model = Net(("nvfp4", models.DELAYED), 64, 96)
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), verify_every=every, keep_codes=True)
-    models.sharded(model, prepare=False)
+    net = Net(("nvfp4", models.DELAYED), 64, 96)
+    model = models.sharded(net, prepared={"verify_every": every}, keep_codes=True)
     optimizer, raised = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(6):
         if step == 3 and dist.get_rank() == 1:

@@ -100,14 +100,12 @@ def changed(name: str, formats: tuple[str, ...], reshard: bool) -> None:
         after = models.masters(model)
         assert not any(torch.equal(value, after[key][0].full_tensor()) for key, value in before.items())
         if when == "later":  # by a forward pass, as training does it
-            with torch.no_grad():
-                model(models.batch(0, 64))
+            models.forward(model)
         models.check(model, f"{name}, {when}")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the parameters that a change may have replaced
         models.train(model, optimizer, range(1), 64)
         models.check(model, f"a step after {name}, {when}")
-        with torch.no_grad():
-            model(models.batch(0, 64))  # leaves weights gathered where nothing reshards them
+        models.forward(model)  # leaves weights gathered where nothing reshards them
 
 
 LEFT_GATHERED = ("load", "write_data")
@@ -145,8 +143,7 @@ def test_a_change_on_one_rank_raises_on_all(name: str, first: bool) -> None:
         ONE_RANK[name](model)
     said = error_of(lambda: model(models.batch(0, 64)))
     zerocast.fsdp2.refresh(model)
-    with torch.no_grad():
-        model(models.batch(0, 64))  # gathers again what the other pass has left
+    models.forward(model)  # gathers again what the other pass has left
     models.check(model, "refreshed")
     assert "was changed on ranks [1] of its shard group and not on ranks" in said
     assert "zerocast.fsdp2.refresh" in said

@@ -24,11 +24,9 @@ def local(parameter: Any) -> Tensor:
 @on_ranks(1, 2)
 def test_a_master_has_the_address_of_its_values(sharded: bool) -> None:
     model = models.Net(("fp8_block", "nvfp4"), 32, 64)
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    zerocast.fsdp2.prepare(model, model.recipe)
     if sharded:
-        for block in model.blocks:
-            fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
-        fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+        models.sharded(model, prepare=False)
     masters = [local(parameter) for parameter in model.parameters()]
     assert len({master.data_ptr() for master in masters if master.numel()}) == sum(m.numel() > 0 for m in masters)
     checked = 0

@@ -49,8 +49,7 @@ def test_what_a_rank_holds(fmt: str, keep_codes: bool) -> None:
     for prepare in (False, True):
         before = settled_bytes()
         model = models.sharded(Net((fmt,) * 2, WIDTH, HIDDEN), prepare=prepare, keep_codes=keep_codes)
-        with torch.no_grad():
-            model(models.batch(0, WIDTH))
+        models.forward(model, 0, WIDTH)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -138,8 +137,7 @@ def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[w
     verify(model)
     if assigns:
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    with torch.no_grad():
-        model(models.batch(0, 64))
+    models.forward(model)
     return [weakref.ref(weight) for manager in managers_of(model) for weight in manager.weights]
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models
@@ -54,10 +53,7 @@ def test_a_presentation_is_made_once_and_refilled() -> None:
     def present(module: nn.Module, name: str, parameter: Tensor) -> Presenting | None:
         return made if parameter.shape == (64, 32) and name == "weight" else None
 
-    zerocast.fsdp2.prepare(net, zerocast.Recipe(net.recipe), present=present)
-    for block in net.blocks:
-        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
-    fully_shard(net, mesh=models.mesh(), mp_policy=models.BF16)
+    models.sharded(net, prepared={"present": present}, keep_codes=None)
     models.train(net, torch.optim.SGD(net.parameters(), lr=0.1), range(2), 32)
     refilled = ("refill", True, True)
     assert made.calls == [("Linear", "weight"), "show", refilled, refilled, refilled]

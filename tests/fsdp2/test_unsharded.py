@@ -180,8 +180,7 @@ def test_what_is_no_product_passes() -> None:
     nn.utils.parameters_to_vector(model.parameters())
     model.load_state_dict(model.state_dict())
     models.sharded(model, prepare=False)
-    with torch.no_grad():
-        model(models.batch(0, 64))
+    models.forward(model)
     models.check(model, "used before")
 
 

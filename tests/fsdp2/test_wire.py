@@ -45,9 +45,7 @@ def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
 def test_gathered_operands_are_aligned() -> None:
     """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
     for formats, width, hidden in ((FORMATS, 32, 96), (FORMATS, 96, 160), (SMALL, 33, 7), (SMALL, 50, 131)):
-        model = Net(formats, width, hidden)
-        zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
-        fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16, reshard_after_forward=True)
+        model = models.sharded(Net(formats, width, hidden), keep_codes=None, reshard_after_forward=True)
         for name, weight in models.unsharded(model):
             for buffer, tensor in weight.state.buffers.items():
                 assert tensor is None or tensor.data_ptr() % 16 == 0, (weight.format, name, buffer)

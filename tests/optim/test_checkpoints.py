@@ -239,6 +239,15 @@ def test_damage_is_found_before_masters_are_loaded(tmp_path):
     casts.assert_same_bytes(snapshot(trainer), before)
 
 
+def test_a_damaged_manifest(tmp_path):
+    saved(str(tmp_path))
+    path = tmp_path / "step_00000002" / manifest.NAME
+    for content in ("[" * 100_000, path.read_text().replace('"step": 2', '"step": 3')):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=2)
+
+
 def test_a_manifest_names_no_file_elsewhere(tmp_path):
     saved(str(tmp_path))
     path = tmp_path / "step_00000002" / manifest.NAME

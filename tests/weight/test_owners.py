@@ -63,13 +63,6 @@ def quantized_too_late(model: nn.Sequential) -> torch.optim.Optimizer:
     return optimizer
 
 
-def sharded_too_early(model: nn.Sequential) -> torch.optim.Optimizer:
-    plain = network(quantized=False)
-    optimizer = ZeroAdamW(plain.named_parameters(), group=ONE_PROCESS)
-    model[0], model[1] = quantize_(plain, ALL)  # type: ignore[misc]
-    return optimizer
-
-
 def assigned(model: nn.Sequential) -> torch.optim.Optimizer:
     optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
     model.load_state_dict(network().state_dict(), assign=True)
@@ -80,12 +73,6 @@ def assigned_its_own(model: nn.Sequential) -> torch.optim.Optimizer:
     """The new parameters stand for the same bytes."""
     optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
     model.load_state_dict(model.state_dict(), assign=True)
-    return optimizer
-
-
-def replaced(model: nn.Sequential) -> torch.optim.Optimizer:
-    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    model[1].weight = nn.Parameter(copy.deepcopy(model[1].weight))
     return optimizer
 
 
@@ -108,17 +95,7 @@ def partly_taken_over(model: nn.Sequential) -> torch.optim.Optimizer:
     return ZeroAdamW(model[1].named_parameters(), group=ONE_PROCESS)
 
 
-LEFT_ALONE = [
-    quantized_too_late,
-    sharded_too_early,
-    assigned,
-    assigned_its_own,
-    replaced,
-    over_the_weights,
-    of_biases,
-    dropped,
-    partly_taken_over,
-]
+LEFT_ALONE = [quantized_too_late, assigned, assigned_its_own, over_the_weights, of_biases, dropped, partly_taken_over]
 
 
 @pytest.mark.notices(

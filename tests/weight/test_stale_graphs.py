@@ -1,8 +1,9 @@
 """A backward pass through a forward pass of before the weights changed: input gradients would be those of other weights.
 
-Of steps, loads, casts and switches, on every host, the matrix asks: tests/hosts/test_matrix.py.
+Steps, casts and switches of every host: tests/hosts/test_matrix.py.
 """
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -15,25 +16,30 @@ from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, get_format
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import EMA
 
+SAID = "the weights changed between this forward pass and its backward pass"
+
 
 @pytest.mark.notices(
     "a backward pass after a step, a load or a swap uses an earlier forward pass",
     where=("ZeroAdamW", "CastPlan"),
     answer="raises if it reads a quantized weight that has changed; not in compiled graphs",
 )
-@pytest.mark.parametrize("then_a_step", [False, True])
-def test_a_graph_of_an_average(then_a_step: bool) -> None:
+@pytest.mark.parametrize("change", ["an average", "an average, and a step", "a load"])
+def test_a_graph_of_other_weights(change: str) -> None:
     model = network()
     optimizer = ZeroAdamW(model.named_parameters(), lr=0.1)
     average = EMA(optimizer, 0.5)
     backward(model)
     optimizer.step()
-    with average.swapped():
+    with contextlib.nullcontext() if change == "a load" else average.swapped():
         loss = model(torch.randn(4, 32).bfloat16()).float().square().mean()
-    if then_a_step:
+    if change == "an average, and a step":
         backward(model)
         optimizer.step()
-    with pytest.raises(RuntimeError, match="the weights changed between this forward pass and its backward pass"):
+    if change == "a load":
+        optimizer.load_state_dict(optimizer.state_dict())
+        average.reset()
+    with pytest.raises(RuntimeError, match=SAID):
         loss.backward()
     optimizer.zero_grad()
     backward(model)
@@ -50,22 +56,25 @@ def test_a_product_that_does_not_read_the_weight_again() -> None:
     loss.backward()
 
 
-def test_a_plan_of_several_optimizers() -> None:
-    """None says which weights it has changed, so nothing is said of any."""
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan(split: bool) -> None:
+    """Of several optimizers none says which weights it has changed, so nothing is said of any."""
     weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(2)]
     masters = [nn.Parameter(torch.randn(32 * 32)) for _ in weights]
     plan = CastPlan(weights, [master.detach() for master in masters], [0, 0], ONE_PROCESS)
-    optimizers = [torch.optim.SGD([master], lr=0.1) for master in masters]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in ([masters[:1], masters[1:]] if split else [masters])]
     for optimizer in optimizers:
         plan.attach(optimizer)
     plan.cast()
     plan.post_all_gather()
     x = torch.randn(4, 32).bfloat16().requires_grad_()
     loss = nn.functional.linear(x, weights[0]).float().sum()
-    masters[1].grad = torch.ones_like(masters[1])
-    optimizers[1].step()
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizers[-1].step()
     plan.post_all_gather()
-    loss.backward()
+    with contextlib.nullcontext() if split else pytest.raises(RuntimeError, match=SAID):
+        loss.backward()
 
 
 def test_the_format_of_a_weight_without_graphs_changes() -> None:
