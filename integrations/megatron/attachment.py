@@ -25,9 +25,9 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use, debugging
 
 from . import hooks, host, offload, unattached
-from .gathers import AttachedShare, GatherLock, Gathers
+from .gathers import AttachedShare, Gathers
 from .guard import MethodGuard
-from .primary import TETensors, is_primary
+from .primary import is_primary
 from .shards import OwnedShare, collect
 from .validate import has_stepped, validate
 
@@ -66,7 +66,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         shares: list[AttachedShare] = []
         # A model whose weights are all plain has nothing to cast.
         if any(owned.weights for owned in owned_shares):
-            build = functools.partial(build_share, lock=GatherLock(), guard=guard, patches=patches)
+            build = functools.partial(build_share, guard=guard, patches=patches)
             shares = _each_on_all_ranks(owned_shares, build)
         attachment = Attachment([optimizer, *distributed], shares, guard, verify_every)
         hooks.replace_methods(patches, optimizer, distributed, chunks, shares, guard, attachment._after_step)
@@ -156,11 +156,10 @@ def elements_without_owner(owned: OwnedShare) -> str | None:
     return None
 
 
-def build_share(owned: OwnedShare, lock: GatherLock, guard: MethodGuard, patches: Patches) -> AttachedShare:
+def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> AttachedShare:
     """Build the gathers and the plan of casts of one share. Collective."""
-    te_tensors = TETensors(owned.names, owned.params, owned.weights)
-    patches.callback(te_tensors.release)
-    gathers = Gathers(owned.bucket_groups, te_tensors, lock, guard)
+    gathers = Gathers(owned, guard)
+    patches.callback(gathers.te_tensors.release)
     driver = CastDriver(
         Host(
             owner="an attachment to Megatron-Core",
@@ -187,7 +186,7 @@ def build_share(owned: OwnedShare, lock: GatherLock, guard: MethodGuard, patches
         # detach() and attach() between two steps change no byte.
         delayed.load_state_dict(earlier_scaling.state_dict())
         delayed.unseeded = earlier_scaling.unseeded
-    return AttachedShare(owned, te_tensors, gathers, driver)
+    return AttachedShare(owned, gathers, driver)
 
 
 class Attachment:

@@ -2,12 +2,10 @@
 
 The host drops the handle of a gather as soon as the bytes have arrived, when the columnwise copies
 are still to be made. A second thread that saw no handle would read stale copies. So one thread at a
-time starts or finishes gathers, and threads that read weights wait (`GatherLock`).
+time starts or finishes gathers, and threads that read weights wait (`guard.GatherLock`).
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,39 +20,16 @@ from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight
 from .shards import OwnedShare
 
 
-class GatherLock:
-    """A lock by which one thread at a time is in the gathers of an attachment."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # The number of nested calls that hold the lock. `is_held` reads it without the lock.
-        self._calls = 0
-
-    @property
-    def is_held(self) -> bool:
-        """True if any thread starts or finishes a gather now."""
-        return self._calls > 0
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock while the context is open."""
-        with self._lock:
-            self._calls += 1
-            try:
-                yield
-            finally:
-                self._calls -= 1
-
-
 class Gathers(Gather):
-    """The bucket groups that gather the bytes of one optimizer's weights."""
+    """The bucket groups that gather the bytes of one share of an optimizer.
 
-    def __init__(
-        self, bucket_groups: Sequence[Any], te_tensors: TETensors, lock: GatherLock, guard: MethodGuard
-    ) -> None:
-        self._bucket_groups = list(bucket_groups)
-        self._te_tensors = te_tensors
-        self._lock, self._guard = lock, guard
+    Attributes:
+        te_tensors: the tensors of TransformerEngine among the weights of the share.
+    """
+
+    def __init__(self, owned: OwnedShare, guard: MethodGuard) -> None:
+        self._bucket_groups, self._guard = owned.bucket_groups, guard
+        self.te_tensors = TETensors(owned.names, owned.params, owned.weights)
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
         # The bucket group of each weight, keyed by id of the weight's state.
@@ -78,7 +53,7 @@ class Gathers(Gather):
         for weight, state in self._placed:
             if weight.state is not state:
                 weight.restate(state)
-        self._te_tensors.locate()
+        self.te_tensors.locate()
 
     def start(self, plan: CastPlan) -> None:
         """Finish the gathers in flight, then gather all bytes. Collective."""
@@ -91,7 +66,7 @@ class Gathers(Gather):
         TransformerEngine's tensors have of them. Collective.
         """
         self.start_due()
-        self._te_tensors.locate_copies()
+        self.te_tensors.locate_copies()
 
     def start_due(self) -> None:
         """Gather the bytes of the last cast that were not gathered yet. Collective.
@@ -130,9 +105,9 @@ class Gathers(Gather):
         If another thread is finishing the gather, wait for that thread.
         """
         # Without the lock first: this runs at every read of a weight.
-        if group.param_gather_handle is None and not self._lock.is_held:
+        if group.param_gather_handle is None and not self._guard.lock.is_held:
             return
-        with self._lock.hold():
+        with self._guard.lock.hold():
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
             self._guard.check(Use.READ)
@@ -144,7 +119,7 @@ class Gathers(Gather):
         method = getattr(group, name)
 
         def gather(*args: Any, **kwargs: Any) -> Any:
-            with self._lock.hold():
+            with self._guard.lock.hold():
                 self._guard.check(Use.READ)
                 with self._guard.validity.transaction("an all-gather", masters=False):
                     # Megatron calls `finish_param_sync` for groups that are finished already.
@@ -180,12 +155,10 @@ class AttachedShare:
 
     Attributes:
         owned: its weights and the masters that this rank owns.
-        te_tensors: the tensors of TransformerEngine among the weights.
         gathers: the all-gathers of its byte buffers.
         driver: its casts.
     """
 
     owned: OwnedShare
-    te_tensors: TETensors
     gathers: Gathers
     driver: CastDriver

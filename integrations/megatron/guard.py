@@ -5,7 +5,9 @@ an interrupted write of masters or moments only a load helps. An interrupted cas
 repeated, since the masters are complete.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerocast.distributed.agreement import validate_across_ranks
@@ -23,17 +25,43 @@ ADVICE = (
 Method = Callable[..., Any]
 
 
+class GatherLock:
+    """A lock by which one thread at a time is in the gathers of an attachment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        # The number of nested calls that hold the lock. `is_held` reads it without the lock.
+        self._calls = 0
+
+    @property
+    def is_held(self) -> bool:
+        """True if any thread starts or finishes a gather now."""
+        return self._calls > 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock while the context is open."""
+        with self._lock:
+            self._calls += 1
+            try:
+                yield
+            finally:
+                self._calls -= 1
+
+
 class MethodGuard:
     """Wraps methods of the host so that they check or write the validity of an attachment.
 
     Attributes:
         validity: the validity of all weights of an attachment. Its plans have parts of it.
+        lock: held by the thread that starts or finishes gathers.
         is_preparing: True while a load is prepared. The host then calls its own load methods, on
             state that the real load overwrites.
     """
 
     def __init__(self, validity: Validity | None = None) -> None:
         self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
+        self.lock = GatherLock()
         self.is_preparing = False
 
     def check(self, use: Use) -> None:

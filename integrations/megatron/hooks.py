@@ -142,7 +142,7 @@ def _copying_model(optimizer: Any, shares: Sequence[AttachedShare]) -> Method:
             read_given(optimizer, state_dict)
         else:
             for share in shares:
-                share.te_tensors.locate()
+                share.gathers.te_tensors.locate()
                 read_masters(share.owned)
         for share in shares:
             share.driver.refresh()
