@@ -22,13 +22,17 @@ SOME = (*FEW, "mxfp8")  # one of each rule for scales; every format is in the fi
 
 
 def trained(formats: tuple[str, ...], width: int, hidden: int, options: dict[str, Any], steps: int = 2) -> None:
+    check_steps(Net(formats, width, hidden), width, "AdamW", options, steps)
+
+
+def check_steps(net: Any, width: int, optimizer: str, options: dict[str, Any], steps: int = 2) -> None:
     """The bytes are right at the start and after each step."""
-    model = models.sharded(Net(formats, width, hidden), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    models.check(model, f"{width}x{hidden} at the start")
+    model = models.sharded(net, **options)
+    stepped = models.OPTIMIZERS[optimizer](model)
+    models.check(model, "at the start")
     for step in range(steps):
-        models.train(model, optimizer, range(step, step + 1), width)
-        models.check(model, f"{width}x{hidden} after step {step}")
+        models.train(model, stepped, range(step, step + 1), width)
+        models.check(model, f"after step {step}")
 
 
 @pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)

@@ -287,23 +287,11 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
         lambda named: eight_bit([(f"module.{name}", parameter) for name, parameter in named]),
         "weight 0 is blocks.0.0.weight: ",
     ),
-    "one twice": (
-        lambda named: FusedAdamW(named, **ADAM),
-        lambda named: FusedAdamW([named[0], named[0], *named[2:]], **ADAM),
-        "rank {}: a parameter is listed twice in a parameter group",
-    ),
-    "fewer": (eight_bit, lambda named: eight_bit(named[1:]), "rank 0 passes "),
-    "groups": (
-        eight_bit,
-        lambda named: eight_bit([{"params": named[:1]}, {"params": named[1:]}]),
-        "weight 1 is blocks.0.0.bias: ",
-    ),
     "lr": (
         eight_bit,
         lambda named: eight_bit(named, lr=0.5),
         "settings differ between ranks: lr is 0.01 on rank 0 and 0.5 on rank {}",
     ),
-    "lr out of range": (eight_bit, lambda named: eight_bit(named, lr=-1.0), "rank {}: lr is out of range: -1.0"),
     "an added group": (
         add_group,
         lambda named: add_group(named, eps=0.5),

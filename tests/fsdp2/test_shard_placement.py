@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net, OfExperts, largest, slow
+from tests.fsdp2.test_bits import check_steps
 from tests.workers import error_of, on_ranks
 
 
@@ -21,19 +22,8 @@ def columns(parameter: Tensor) -> Shard | None:
     return Shard(1) if parameter.dim() > 1 else None
 
 
-def trained(net: Any, width: int, optimizer: str, options: dict[str, Any]) -> None:
-    """The bytes are right at the start and after each of two steps."""
-    model = models.sharded(net, **options)
-    stepped = models.OPTIMIZERS[optimizer](model)
-    models.check(model, "at the start")
-    for step in range(2):
-        models.train(model, stepped, range(step, step + 1), width)
-        models.check(model, f"after step {step}")
-        zerocast.verify(model).raise_for_differences()
-
-
 def matrices(formats: tuple[str, ...], width: int, hidden: int, optimizer: str, options: dict[str, Any]) -> None:
-    trained(Net(formats, width, hidden), width, optimizer, options)
+    check_steps(Net(formats, width, hidden), width, optimizer, options)
 
 
 @pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
@@ -60,7 +50,9 @@ def test_columns_of_any_number() -> None:
 
 def experts(formats: tuple[str, ...], optimizer: str) -> None:
     """Two experts, fewer than there are ranks, whose last block is smaller in some formats."""
-    trained(OfExperts(formats, (2, 128 * dist.get_world_size(), 64)), 64, optimizer, {"shard_placement_fn": largest})
+    check_steps(
+        OfExperts(formats, (2, 128 * dist.get_world_size(), 64)), 64, optimizer, {"shard_placement_fn": largest}
+    )
 
 
 @pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests import casts
 from tests.formats import model
 from tests.optim.probe import MIXED, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mean
+from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.fsdp2 import FusedAdamW
 
@@ -179,6 +180,14 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     for name, value in leaves.items():
         found |= {f"{name} {where}": casts.raw(part).copy() for where, part in boxes(value)}
     return found
+
+
+def refused(trainer: Trainer, call: Callable[[], object]) -> str:
+    """The error of a call that changes nothing of what this rank holds."""
+    before = snapshot(trainer)
+    said = error_of(call)
+    casts.assert_same_bytes(snapshot(trainer), before, f"rank {trainer.rank}: {said}")
+    return said
 
 
 def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None:

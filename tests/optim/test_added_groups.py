@@ -25,6 +25,7 @@ from tests.optim.runs import (
     assert_equals,
     boxes,
     rank,
+    refused,
     snapshot,
 )
 from tests.optim.undistributed import UndistributedMuon
@@ -152,10 +153,8 @@ def test_parameters_that_were_added_need_a_group_of_their_own(tmp_path: Any) -> 
     trainer = grow(Run(), steps=5)
     optim.save(trainer.optimizer, tmp_path / "checkpoint")
     other = Trainer(Run())
-    before = snapshot(other)
-    error = error_of(lambda: optim.load(other.optimizer, tmp_path / "checkpoint"))
+    error = refused(other, lambda: optim.load(other.optimizer, tmp_path / "checkpoint"))
     assert "one step count is needed for all parameters of a group" in error
-    casts.assert_same_bytes(snapshot(other), before)
 
 
 @pytest.mark.parametrize("config", ["plain", "Muon"])

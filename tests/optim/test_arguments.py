@@ -25,7 +25,7 @@ from tests import casts
 from tests.dispatched import Dispatched
 from tests.observed import logged
 from tests.optim.probe import MIXED, Probe
-from tests.optim.runs import KINDS, Run, Trainer, build, snapshot, weight_bytes
+from tests.optim.runs import KINDS, Run, Trainer, build, refused, weight_bytes
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 from zerocast.cast.adam_update import COLUMNS, Hyperparameters
@@ -156,8 +156,7 @@ def test_groups_that_change(change):
     trainer.step(0)
     before = weight_bytes(trainer.probe), trainer.optimizer._masters.master.clone()
     CHANGES[change](trainer.optimizer.param_groups)
-    with pytest.raises(RuntimeError, match="build another optimizer and load the state of this one"):
-        trainer.step(1)
+    assert "build another optimizer and load the state of this one" in error_of(lambda: trainer.step(1))
     assert torch.equal(trainer.optimizer._masters.master, before[1])
     for name, found in weight_bytes(trainer.probe).items():
         casts.assert_same_bytes(found, before[0][name], name)
@@ -280,9 +279,8 @@ def test_torchs_calls_for_states(call: str) -> None:
     """They are refused with nothing changed."""
     trainer = Trainer(Run())
     trainer.step(0)
-    before = snapshot(trainer)
-    assert "keeps no state by parameter" in error_of(lambda: TORCHS_CALLS[call](trainer.probe, trainer.optimizer))
-    casts.assert_same_bytes(snapshot(trainer), before)
+    said = refused(trainer, lambda: TORCHS_CALLS[call](trainer.probe, trainer.optimizer))
+    assert "keeps no state by parameter" in said
 
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])

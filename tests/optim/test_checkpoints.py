@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
 from tests.optim.checkpoint_folders import FEW, names, saved
-from tests.optim.runs import OVERLAP, Run, Trainer, snapshot
+from tests.optim.runs import OVERLAP, Run, Trainer, refused, snapshot
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import optim
@@ -205,11 +205,9 @@ DAMAGE = {truncate: "bytes, and had", flip: "is damaged: its SHA-256 is", Path.u
 def refuses(folder: str) -> tuple[str, int]:
     """What loading the damaged step says, the optimizer unchanged; and which step is loaded when none is asked for."""
     trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
-    before = snapshot(trainer)
-    with pytest.raises(ValueError, match="step_00000002") as caught:
-        checkpoints.load(trainer.optimizer, step=2)
-    casts.assert_same_bytes(snapshot(trainer), before)
-    return str(caught.value), checkpoints.load(trainer.optimizer)
+    said = refused(trainer, lambda: checkpoints.load(trainer.optimizer, step=2))
+    assert said.startswith("ValueError")
+    return said, checkpoints.load(trainer.optimizer)
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
@@ -233,10 +231,8 @@ def test_damaged_files(ranks, tmp_path, damage):
 def test_damage_is_found_before_masters_are_loaded(tmp_path):
     saved(str(tmp_path))
     trainer, folder = Trainer(FEW), tmp_path / "step_00000002"
-    before = snapshot(trainer)
     flip(next(folder.glob("*.distcp")))
-    assert DAMAGE[flip] in error_of(lambda: optim.load_masters(trainer.optimizer, folder))
-    casts.assert_same_bytes(snapshot(trainer), before)
+    assert DAMAGE[flip] in refused(trainer, lambda: optim.load_masters(trainer.optimizer, folder))
 
 
 def test_a_damaged_manifest(tmp_path):

@@ -1,6 +1,8 @@
 """Checkpoints between optimizers that keep their moments in FP32, bf16 and 8 bits: exact where alike, rounded once otherwise."""
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests import casts
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, snapshot
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, refused, snapshot
 from tests.workers import error_of, on_ranks
 from zerocast import optim
 
@@ -89,16 +91,14 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
             "exp_avg_sq": torch.ones(24, 200, dtype=torch.int8)
         },
     }
-    before = snapshot(trainer)
     of_another_size = {**state["optim"]["state"], "wide": {**held, "exp_avg_scale": torch.ones(24, 4)}}
     dcp.save({**state, "optim": {**state["optim"], "state": of_another_size}}, checkpoint_id=tmp_path / "groups of 64")
     with pytest.raises(ValueError, match=r"\(24, 4\) in the checkpoint, expected \(24, 2\)"):
         optim.load(trainer.optimizer, tmp_path / "groups of 64")
     for said, replaced in changed.items():
         broken = {**state["optim"]["state"], "wide": {**held, **replaced}}
-        with pytest.raises(ValueError, match=said):
-            trainer.optimizer.load_state_dict({**state, "optim": {**state["optim"], "state": broken}})
-    casts.assert_same_bytes(snapshot(trainer), before)
+        whole = {**state, "optim": {**state["optim"], "state": broken}}
+        assert re.search(said, refused(trainer, functools.partial(trainer.optimizer.load_state_dict, whole)))
     with pytest.raises(ValueError, match="or 'compact' with moments in 8 bits"):
         dataclasses.replace(DETERMINISTIC, state="compact")
 
@@ -107,11 +107,10 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
 def test_ranks_load_one_kind_of_moments():
     exact, compact = Trainer(EIGHT_BITS), Trainer(COMPACT)
     exact.step(0)
-    before = snapshot(compact)
     source = exact if dist.get_rank() == 0 else compact
-    error = error_of(lambda: compact.optimizer.load_state_dict(source.optimizer.state_dict()))
-    casts.assert_same_bytes(snapshot(compact), before)
-    assert "moments as codes" in error
+    assert "moments as codes" in refused(
+        compact, lambda: compact.optimizer.load_state_dict(source.optimizer.state_dict())
+    )
 
 
 def refused_by_one(late: bool) -> list[str]:

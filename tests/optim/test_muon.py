@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, check, snapshot
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, check, refused, snapshot
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
@@ -126,11 +126,9 @@ def test_states_of_another_update(tmp_path: Path) -> None:
     muon.step(0)
     save(adam.optimizer, f"{folder}/adam")
     save(muon.optimizer, f"{folder}/muon")
-    before = snapshot(muon)
-    files = error_of(lambda: load(muon.optimizer, f"{folder}/adam"))
-    back = error_of(lambda: load(adam.optimizer, f"{folder}/muon"))
-    memory = error_of(lambda: muon.optimizer.load_state_dict(adam.optimizer.state_dict()))
-    casts.assert_same_bytes(snapshot(muon), before, "after a load that was refused")
+    files = refused(muon, lambda: load(muon.optimizer, f"{folder}/adam"))
+    back = refused(adam, lambda: load(adam.optimizer, f"{folder}/muon"))
+    memory = refused(muon, lambda: muon.optimizer.load_state_dict(adam.optimizer.state_dict()))
     muon.step(1)
     assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
     assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
@@ -192,9 +190,9 @@ def test_values_that_become_invalid() -> None:
         ("use_muon", False, "the param_groups of this ZeroMuon were modified"),
     ):
         kept, group[name] = group[name], value
-        with pytest.raises((RuntimeError, ValueError), match=message):
-            trainer.optimizer.step()
+        said = error_of(trainer.optimizer.step)
         group[name] = kept
+        assert message in said
         casts.assert_same_bytes(snapshot(trainer), before, name)
     trainer.optimizer.step()
 

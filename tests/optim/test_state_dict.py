@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 import zerocast
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, Spec
-from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
+from tests.optim.runs import ADAM, Run, Trainer, boxes, refused, snapshot
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroConfig, optim
 from zerocast.optim import full_state_dict
@@ -108,10 +109,8 @@ def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
 def test_shards_of_other_buckets_are_refused():
     """The state of an optimizer with other buckets, handed over in memory."""
     trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
-    before = snapshot(trainer)
-    with pytest.raises(ValueError, match="sharded differently"):
-        trainer.optimizer.load_state_dict(other.optimizer.state_dict())
-    casts.assert_same_bytes(snapshot(trainer), before)
+    said = refused(trainer, lambda: trainer.optimizer.load_state_dict(other.optimizer.state_dict()))
+    assert said.startswith("ValueError") and "sharded differently" in said
 
 
 @pytest.mark.notices(
@@ -126,10 +125,9 @@ def test_a_state_that_was_kept_during_steps():
     kept = trainer.optimizer.state_dict()
     trainer.optimizer.load_state_dict(kept)
     trainer.train(range(1, 3))
-    before = snapshot(trainer)
-    with pytest.raises(ValueError, match=r"the state is that of step 1, but its tensors are views .* of step 3"):
-        trainer.optimizer.load_state_dict(kept)
-    casts.assert_same_bytes(snapshot(trainer), before)
+    said = refused(trainer, lambda: trainer.optimizer.load_state_dict(kept))
+    assert said.startswith("ValueError")
+    assert re.search("the state is that of step 1, but its tensors are views .* of step 3", said)
 
 
 @on_ranks(0, 2)

@@ -133,6 +133,7 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy array": (lambda: np.asarray(plain()), "VALUES"),
     "tolist": (lambda: plain().tolist(), "VALUES"),
     "dlpack": (lambda: torch.from_dlpack(plain()), "VALUES"),
+    "numpy's dlpack": (lambda: np.from_dlpack(plain()), "VALUES"),
     "cuda array": (lambda: plain().__cuda_array_interface__, "STORAGE"),
     "apply_": (lambda: plain().apply_(abs), "VALUES"),
     "iteration": (lambda: list(plain()), "VIEW"),
