@@ -251,6 +251,20 @@ def test_an_optimizer_of_a_part_has_other_names() -> None:
     assert torch.equal(state["0.weight"], model.get_parameter("0.weight"))
 
 
+@on_ranks(1, 2)
+def test_a_full_state_is_copies() -> None:
+    """The next step leaves it as it is, and accelerate, which writes one of the tensors that share a storage, writes all."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    zerocast.quantize_(model, {"*.weight": "nvfp4"}, dtype=FP32)
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=0.05)
+    state = full_state_dict(model, optimizer)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+
+
 @on_ranks(2)
 def test_a_weight_whose_master_is_elsewhere() -> None:
     """A weight that nobody trains, and one that only rank 1 lacks."""

@@ -109,9 +109,9 @@ def _masters_of(model: nn.Module, optimizer: ZeroOptimizer) -> tuple[dict[int, s
 
 
 def _gathered(master: Tensor, group: Group, name: str) -> Tensor:
-    """Return the full master on every rank. Collective."""
+    """Return a copy of the full master on every rank. Collective."""
     if not isinstance(master, TensorShard):
-        return master
+        return master.clone()
     gathered = torch.zeros(master.shape, dtype=torch.float32, device=master.flat.device)
     # Each element has one owner and is zero elsewhere, so a sum of integers keeps its bits.
     bits = gathered.view(-1).view(torch.int32)
