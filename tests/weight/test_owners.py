@@ -368,6 +368,30 @@ def test_a_step_without_gradients(caplog: pytest.LogCaptureFixture, stage: int) 
     assert said.startswith("a ZeroAdamW had no gradient on this rank for a step")
 
 
+@pytest.mark.notices(
+    "a gradient is removed (p.grad = None, model.zero_grad()) between a backward pass and the step: it counts as zero, and "
+    "moments and weight decay still change the parameter",
+    where="ZeroAdamW",
+    answer="warns once on each such rank",
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_is_removed_is_named_once(caplog: pytest.LogCaptureFixture, stage: int) -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS, stage=stage)
+    with caplog.at_level(logging.WARNING):
+        for removed in ([], [model[1].bias], [model[1].bias]):
+            backward(model)
+            for parameter in removed:
+                parameter.grad = None
+            optimizer.step()
+            model.zero_grad()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "1 gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step"
+    )
+    assert "the first is that of 1.bias" in said
+
+
 def test_dead_owners_are_forgotten() -> None:
     """And forget nothing of the newer ones."""
     gc.collect()

@@ -2,7 +2,8 @@
 copies, moves to another device, and products below autograd.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +117,18 @@ def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
 
 
+def _convert(function: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a conversion of `Module.to` and its like, which then exchange the weight and the result
+    by `swap_tensors`. A conversion that changes nothing returns the weight and calls no operator.
+    """
+    if not torch.compiler.is_compiling():
+        owners.forget_read(weight)
+    return function(weight, *args, **kwargs)
+
+
 define_function(torch.Tensor.data.__set__, _set_data)  # type: ignore[attr-defined]
+for _function in (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type):
+    define_function(_function, functools.partial(_convert, _function))
 _aten = torch.ops.aten
 define(_aten.detach.default, _detach)
 define(_aten.alias.default, QuantizedWeight.share)
