@@ -5,6 +5,7 @@ import io
 import logging
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,28 @@ def test_the_attribute_state_shows_copies():
     with pytest.raises(KeyError):
         optimizer.state[torch.zeros(1)]
     assert list(optimizer.state.items()) == []
+
+
+@pytest.mark.notices(
+    "optimizer.state is cleared, assigned or replaced, to reset moments",
+    where="ZeroAdamW",
+    answer="raises, for a replaced one at the next step; nothing changed",
+)
+def test_the_attribute_state_cannot_be_changed():
+    optimizer = Trainer(Run()).optimizer
+    parameter = optimizer.param_groups[0]["params"][0]
+    changes: list[Callable[[], object]] = [
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(parameter),
+        lambda: optimizer.state.update({parameter: {}}),
+        lambda: optimizer.state.__setitem__(parameter, {}),
+        lambda: optimizer.state.__delitem__(parameter),
+    ]
+    for change in changes:
+        assert "changes nothing, since its moments are in flat shards" in error_of(change)
+    optimizer.state = defaultdict(dict)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state = \.\.\. of a ZeroAdamW or ZeroMuon changes nothing"):
+        optimizer.step()
 
 
 LARGE = (

@@ -677,6 +677,15 @@ def test_a_master_whose_parameter_is_replaced(caplog: pytest.LogCaptureFixture) 
     ]
 
 
+@pytest.mark.parametrize("convert", [lambda model: model.to("cpu"), nn.Module.cpu, nn.Module.bfloat16])
+def test_a_model_is_converted_to_what_it_is_after_a_read_without_an_owner(convert) -> None:
+    """`Module.to` exchanges parameters by swap_tensors, which raises on one that has a weak reference."""
+    model = network()
+    model(torch.randn(4, 32, dtype=torch.bfloat16))
+    convert(model)
+    steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+
+
 def test_weights_that_swap_tensors_exchanges() -> None:
     """The next cast writes what the weight has got, in place of what it had."""
     plan, _ = two_optimizers()
@@ -712,6 +721,26 @@ def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too(
     with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
         first.step()
     steps(model, second)
+
+
+def test_an_optimizer_that_was_taken_over_can_be_saved_until_the_newer_one_steps() -> None:
+    model = network()
+    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    steps(model, first)
+    second = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    second.load_state_dict(first.state_dict())
+    steps(model, second)
+    with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
+        first.state_dict()
+
+
+def test_a_hook_that_returns_a_tensor_is_named() -> None:
+    """torch passes what it returns to the hook of the optimizer."""
+    model = network()
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    with pytest.raises(RuntimeError, match="returned a tensor, which the hook of the optimizer got in place"):
+        steps(model, optimizer)
 
 
 def test_a_skipped_cast_leaves_what_weights_were_quantized_from() -> None:

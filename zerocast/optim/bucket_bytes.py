@@ -259,5 +259,5 @@ def _check_fits(tensor: Tensor, view: Tensor) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (view.shape, view.dtype, view.device):
         raise RuntimeError(
             f"a parameter was {view.dtype} {tuple(view.shape)} on {view.device} when its optimizer was built and is "
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now: move and convert the model first"
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now: move, convert and resize the model first"
         )

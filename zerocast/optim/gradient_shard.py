@@ -109,12 +109,14 @@ class GradientShard:
         for part in self._displaced_parts():
             self.collect(part, reduced)
 
-    def zero_detached(self) -> None:
-        """Zero the gradients that were removed from their parameters since they were reduced.
-        Raises RuntimeError if `p.grad` was replaced by a different gradient.
+    def zero_detached(self) -> list[str]:
+        """Zero the gradients that were removed from their parameters since they were reduced, and
+        return the names of these parameters. Raises RuntimeError if `p.grad` was replaced by a
+        different gradient.
 
         This does not count as a change of the norms: another rank may not have removed them.
         """
+        removed = []
         for part in self._displaced_parts():
             if self._places[part][1].parameter.grad is not None:
                 raise RuntimeError(
@@ -123,6 +125,8 @@ class GradientShard:
                 )
             self._elements(part).zero_()
             self.changes += 1
+            removed.append(part.name)
+        return removed
 
     def _displaced_parts(self) -> list[GradientPart]:
         """Return the parts whose reduced gradient is no longer `p.grad` of the parameter."""

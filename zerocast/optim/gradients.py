@@ -61,6 +61,11 @@ EXCHANGED = (
     "before the optimizer is built, or build a new one"
 )
 
+RETURNED = (
+    "a hook of register_post_accumulate_grad_hook that was registered before the optimizer was built returned a tensor, which the "
+    "hook of the optimizer got in place of the parameter: such a hook returns None"
+)
+
 ROUND = "reduces the gradients of a backward pass"
 ROUNDS_BEGUN = "the number of times that gradients were reduced before no_sync"
 
@@ -232,7 +237,9 @@ class GradientReducer:
         """Reduce gradients before a step or a norm, for which a missing gradient counts as zero."""
         self._check_open()
         self._reduce()
-        self.gradients.zero_detached()
+        removed = self.gradients.zero_detached()
+        if removed:
+            self._idle.warn_removed(removed)
 
     def check_used_up(self, use: Use) -> None:
         """Raise RuntimeError if there are gradients that no step has used, or within `no_sync`."""
@@ -295,7 +302,8 @@ class GradientReducer:
             self._launched, self._end = 0, None
             raise RuntimeError(self.refusal)
         if id(parameter) not in self._place:
-            raise RuntimeError(EXCHANGED)
+            # torch passes the result of a hook to the next one. It is mostly `p.grad`.
+            raise RuntimeError(EXCHANGED if parameter.requires_grad else RETURNED)
         index, part = self._place[id(parameter)]
         self.gradients.collect(part, self._rounds > 0)
         if not self.synchronise:

@@ -90,7 +90,7 @@ class GradientPart:
         except (RuntimeError, TypeError) as error:
             now, then = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (parameter, placed))
             raise RuntimeError(
-                f"{self.name} was {then} when its optimizer was built and is {now} now: move and convert the model first"
+                f"{self.name} was {then} when its optimizer was built and is {now} now: move, convert and resize the model first"
             ) from error
 
     def accumulate(self, gradient: Tensor) -> None:
@@ -227,7 +227,8 @@ def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
     of = next((f" of {leaf.part.name}" for leaf in leaves if isinstance(leaf, ReducedGradient)), "")
     return RuntimeError(
         f"{what} is not defined on the reduced gradient{of}, of which each rank holds a part: clip with optimizer.clip_grad_norm_ "
-        "or torch.nn.utils.clip_grad_norm_, which return the norm; p.grad.full_tensor() on all ranks returns the values"
+        "or torch.nn.utils.clip_grad_norm_, which return the norm; p.grad.full_tensor() on all ranks returns the values. No other "
+        "optimizer than the one that has reduced it can step with it"
     )
 
 

@@ -7,6 +7,7 @@ counts which parameters get no gradient.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -219,7 +220,7 @@ class IdleParameters:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._passes: dict[str, int] = {}  # of parameters without a gradient in the last pass
-        self._warned = self._warned_of_frozen = self._warned_of_none = False
+        self._warned = self._warned_of_frozen = self._warned_of_none = self._warned_of_removed = False
         self.found = 0  # gradients so far
 
     def warn_no_gradients(self) -> None:
@@ -243,6 +244,19 @@ class IdleParameters:
                 "once, for the first)",
                 name,
                 self._owner,
+            )
+
+    def warn_removed(self, names: Sequence[str]) -> None:
+        """Warn that gradients were removed from these parameters after they were reduced."""
+        if not self._warned_of_removed:
+            self._warned_of_removed = True
+            logger.warning(
+                "%d gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step of %s, "
+                "the first is that of %s: they count as zero, and moments and weight decay still change these parameters, "
+                "which torch's AdamW would skip. Set lr=0 for their parameter group in such a step (logged once)",
+                len(names),
+                self._owner,
+                names[0],
             )
 
     def count(self, name: str, has_gradient: bool) -> None:

@@ -19,7 +19,7 @@ quantizes: those that are codes stay the same codes.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,12 +49,18 @@ from zerocast.optim.update_rule import rule_of
 logger = logging.getLogger(__name__)
 
 
+STATE_WRITTEN = (
+    "{} of a ZeroAdamW or ZeroMuon changes nothing, since its moments are in flat shards: to reset or replace moments, call "
+    "load_state_dict() with a changed copy of state_dict()"
+)
+
+
 class StateByName(defaultdict[Any, Any]):
     """The attribute `state` of an optimizer that keeps its moments in flat shards.
 
     `state[parameter]` has copies of its moments and of the step count, as `state_dict` has them
-    under its name. Writes to them change nothing, and iteration finds no parameter: trainers
-    iterate to move the state to a device.
+    under its name. Writes to them change nothing. Entries cannot be set or removed. Iteration finds
+    no parameter: trainers iterate to move the state to a device.
 
     torch's `get_optimizer_state_dict` would conclude from an empty state that the optimizer was
     never stepped, and step it. It evaluates `if optimizer.state` first, which raises here.
@@ -76,6 +82,13 @@ class StateByName(defaultdict[Any, Any]):
             "a ZeroAdamW or ZeroMuon keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict "
             "would step it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
         )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise RuntimeError for a method that sets or removes entries."""
+        raise RuntimeError(STATE_WRITTEN.format("a change of optimizer.state"))
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 class ZeroState:

@@ -41,7 +41,7 @@ from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
-from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.state import STATE_WRITTEN, StateByName, ZeroState
 from zerocast.optim.step_counts import SkippedSteps, StepCounts
 from zerocast.optim.untrained_checks import FrozenParameters, UntrainedTensors, frozen, listed
 from zerocast.optim.update_rule import rule_of
@@ -351,14 +351,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         check_gradients()
         self._frozen.check_still_frozen()
+        if not isinstance(self.state, StateByName):
+            raise RuntimeError(STATE_WRITTEN.format("optimizer.state = ..."))
         if listed_parameters(self.param_groups) != self._listed:
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
 
     def _check_unwritten(self, use: Use) -> None:
         """Raise RuntimeError for parameters that other code has written: masters do not have these
         values. A step checks this separately.
+
+        An optimizer that was taken over can be saved, for the newer one to load, until that one has
+        changed the parameters.
         """
-        self._weights.gather.check()
+        try:
+            self._weights.gather.check()
+        except RuntimeError as error:
+            if self._claim.ended:
+                raise RuntimeError(TAKEN_OVER) from error
+            raise
 
     def _prepare_captured(self, max_norm: float | None) -> None:
         """Prepare a captured step. A graph that clips overwrites the factor of an earlier clip."""
