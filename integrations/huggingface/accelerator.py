@@ -151,8 +151,16 @@ class Accelerator(accelerate.Accelerator):
         """
         check_together(self._zero, self._quantized)
         local_path(output_dir or self.project_dir or "", CHECKPOINTS)
-        with self._without_zero():
-            folder = super().save_state(output_dir, **kwargs)
+        zero = self._zero
+        # accelerate has chosen the folder by then, and has written nothing.
+        handle = self.register_save_state_pre_hook(
+            lambda models, weights, folder: zero_run.discard_saved(Path(folder) / _FOLDER, zero)
+        )
+        try:
+            with self._without_zero():
+                folder = super().save_state(output_dir, **kwargs)
+        finally:
+            handle.remove()
         zero_run.save(Path(folder) / _FOLDER, self._zero, self._with_masters)
         return folder
 

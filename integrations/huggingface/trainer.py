@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from zerocast.checkpoint.store import local_path
 from zerocast.integrations import zero_run
@@ -84,7 +84,8 @@ class Trainer(transformers.Trainer):
                     "or pass a ZeroMuon in optimizers=(optimizer, None)"
                 )
             decaying = set(self.get_decay_parameter_names(model))
-            named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+            # Frozen ones too, so that a step notices one that is unfrozen later.
+            named = list(model.named_parameters())
             with_decay = [pair for pair in named if pair[0] in decaying]
             without_decay = [pair for pair in named if pair[0] not in decaying]
             groups = [
@@ -108,6 +109,19 @@ class Trainer(transformers.Trainer):
             )
         return super()._wrap_model(model, *args, **kwargs)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save like transformers, file by file.
+
+        What an earlier run has left of a checkpoint of this name is deleted first, since it would
+        not belong to the new files: masters, which `save_only_model` does not write, and the state
+        of the Trainer, which is written last and without which transformers does not resume.
+        """
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        zero_run.discard_saved(folder / _FOLDER, [self._zero()])
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         super()._save(output_dir, full_state_dict(self.model, self._zero()) if state_dict is None else state_dict)
 
@@ -121,8 +135,8 @@ class Trainer(transformers.Trainer):
             return
         if not _has_state(checkpoint):
             raise ValueError(
-                f"{checkpoint} has no masters and moments, as with save_only_model=True: a run does not resume from it. Build the "
-                "model with from_pretrained to begin another from its weights"
+                f"{checkpoint} has no masters and moments, so a run does not resume from it: {zero_run.NO_STATE}. Build the model "
+                "with from_pretrained to begin another run from its weights"
             )
         self._load_state(checkpoint)
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
@@ -167,4 +181,4 @@ def _check_unset(arguments: transformers.TrainingArguments, refused: Mapping[str
 
 def _has_state(checkpoint: str) -> bool:
     """Return True if a checkpoint has masters and moments."""
-    return (Path(checkpoint) / _FOLDER).is_dir()
+    return zero_run.has_saved(Path(checkpoint) / _FOLDER)

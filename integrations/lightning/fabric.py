@@ -14,7 +14,7 @@ from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
-from .trainer import FOLDER, META, SAVE_ID
+from .trainer import FOLDER, META, SAVE_ID, check_no_folder
 
 
 class FabricZeroStrategy(DDPStrategy):
@@ -81,10 +81,11 @@ class FabricZeroStrategy(DDPStrategy):
         quantized model or a ZeroAdamW.
 
         Raises ValueError for a quantized model without its ZeroAdamW in `state`, which has the
-        masters.
+        masters, and for a file that is to replace such a folder.
         """
         models, optimizers, rest = _parts(state)
         if not models and not optimizers:
+            check_no_folder(self, path)
             super().save_checkpoint(path, state, storage_options, filter)
             return
         location = as_location(self.broadcast(path))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -122,8 +123,12 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save a folder with `lightning.ckpt` and `zerocast`, or a file of weights only."""
+        """Save a folder with `lightning.ckpt` and `zerocast`, or a file of weights only.
+
+        Raises ValueError for a file that is to replace such a folder.
+        """
         if "optimizer_states" not in checkpoint:
+            check_no_folder(self, filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None
@@ -197,6 +202,18 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroOptimizer)]
         return optimizers_of_model(zero, self.lightning_module)
+
+
+def check_no_folder(strategy: DDPStrategy | FabricDDPStrategy, path: Any) -> None:
+    """Raise ValueError, on all ranks, if a file is to be saved at the path of a folder.
+
+    Lightning would move the file into the folder, and a load would read the old folder.
+    """
+    if strategy.broadcast(as_location(path).is_dir()):
+        raise ValueError(
+            f"{path} is the folder of an earlier checkpoint with optimizer states, and this one is a file: delete the folder, or "
+            "save to another path"
+        )
 
 
 def _made_for(owners: list[ZeroOptimizer], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroOptimizer]:

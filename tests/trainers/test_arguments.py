@@ -131,8 +131,49 @@ def test_the_best_model_is_loaded(tmp_path: Path, save_only_model: bool) -> None
     ]
     assert trainer.evaluate()["eval_loss"] == measured
     if save_only_model:
-        with pytest.raises(ValueError, match="has no masters and moments, as with save_only_model=True"):
+        with pytest.raises(ValueError, match="has no masters and moments, so a run does not resume from it: the"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_best_model_is_not_that_of_an_earlier_run(tmp_path: Path) -> None:
+    """A run with save_only_model overwrites checkpoints that have masters."""
+    for options in ({"learning_rate": 5e-2}, {"save_only_model": True}):
+        trainer = trainer_of(
+            tmp_path,
+            save_steps=1,
+            eval_steps=1,
+            eval_strategy=transformers.trainer_utils.IntervalStrategy.STEPS,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+            greater_is_better=True,
+            **options,
+        )
+        trainer.train()
+    stored = safetensors.torch.load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    masters = zerocast.optim.full_state_dict(trainer.model, trainer._zero())
+    assert stored and all(torch.equal(tensor, masters[name]) for name, tensor in stored.items())
+
+
+def test_a_save_that_is_interrupted_leaves_no_masters_of_an_earlier_run(tmp_path: Path) -> None:
+    """Files of two runs in one folder would be resumed as one checkpoint."""
+    trainer = trainer_of(tmp_path, save_steps=1)
+    trainer.train()
+    folder = tmp_path / "checkpoint-2"
+    with mock.patch.object(Trainer, "_save_rng_state", side_effect=KeyError), pytest.raises(KeyError):
+        trainer._save_checkpoint(trainer.model, None)
+    with pytest.raises(FileNotFoundError, match="trainer_state"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(folder))
+    with mock.patch.object(Trainer, "_save", side_effect=KeyError), pytest.raises(KeyError):
+        trainer._save_checkpoint(trainer.model, None)
+    assert not [*(folder / "zerocast").iterdir()]
+
+
+def test_a_plain_parameter_that_is_unfrozen_raises(tmp_path: Path) -> None:
+    """Of an optimizer that the Trainer builds, too."""
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.model.model.norm.requires_grad_(True)
+    assert "model.norm.weight: the optimizer has no masters of them" in error_of(trainer.train)
 
 
 def test_refused_where_a_run_would_not_reduce_its_gradients(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What trainers on one rank answer to misuse. What they answer to gradients that are not reduced: `unreduced.py`."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ import zerocast
 from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.trainers.runs import Seen, batches
 from tests.workers import error_of
+from zerocast.integrations import zero_run
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -26,6 +29,34 @@ def test_accelerate(tmp_path: Path) -> None:
         elsewhere.register_parameter("quantized", Seen().net[0].weight)
         said = error_of(lambda: accelerator.prepare(elsewhere))
         assert "before zerocast.quantize_, since masters are on the device of the weights" in said
+
+
+def test_a_state_of_accelerate_is_not_of_two_saves(tmp_path: Path) -> None:
+    """accelerate overwrites its own files first. If the masters are not saved then, the older ones must not be loaded."""
+    with host_on_cpu():
+        from zerocast.integrations.huggingface import Accelerator
+
+        accelerator, model = Accelerator(cpu=True), Seen()
+        accelerator.prepare(model, zerocast.ZeroAdamW(model.named_parameters()))
+        accelerator.save_state(str(tmp_path))
+        with mock.patch.object(zero_run, "save", side_effect=KeyError), pytest.raises(KeyError):
+            accelerator.save_state(str(tmp_path))
+        assert "or its save was interrupted" in error_of(lambda: accelerator.load_state(str(tmp_path)))
+        accelerator.save_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path))
+
+
+def test_accelerate_saves_a_model_of_masters_in_fp32(tmp_path: Path) -> None:
+    """`save_model` leaves out all but one of the tensors that share a storage."""
+    with host_on_cpu():
+        from zerocast.integrations.huggingface import Accelerator
+
+        accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        zerocast.quantize_(model, {"0.weight": "nvfp4"}, dtype=torch.float32)
+        model, _ = accelerator.prepare(model, zerocast.ZeroAdamW(model.named_parameters()))
+        accelerator.save_model(model, str(tmp_path))
+        stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        assert stored.keys() == model.state_dict().keys()
 
 
 def test_fabric(tmp_path: Path) -> None:
@@ -69,3 +100,41 @@ def test_lightning(net, said: str) -> None:
         quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
         trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), max_steps=1, **quiet)
         assert said in error_of(lambda: trainer.fit(Module(), batches()))
+
+
+def test_lightning_validates_before_fit_and_saves_no_file_over_a_folder(tmp_path: Path) -> None:
+    with host_on_cpu():
+        import lightning
+
+        from zerocast.integrations.lightning import ZeroStrategy
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seen = Seen()
+
+            def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
+                return self.seen(x)
+
+            def validation_step(self, x: torch.Tensor, index: int) -> None:
+                self.seen(x)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return zerocast.ZeroAdamW(self.named_parameters())
+
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "precision": "bf16-mixed",
+        }
+        trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), max_steps=1, **quiet)
+        module = Module()
+        trainer.validate(module, batches(), verbose=False)
+        trainer.fit(module, batches())
+        path = tmp_path / "full.ckpt"
+        trainer.save_checkpoint(path)
+        files = sorted(path.iterdir())
+        said = error_of(lambda: trainer.save_checkpoint(path, weights_only=True))
+        assert "is the folder of an earlier checkpoint with optimizer states" in said
+        assert sorted(path.iterdir()) == files

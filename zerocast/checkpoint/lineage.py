@@ -111,7 +111,8 @@ class Runs:
             raise RuntimeError(
                 f"two optimizers save into {folder}, {others[0].trained.name} and {trained.name}, which has neither saved nor "
                 "loaded there and has different parameters: each would replace the checkpoints of the other, so use a separate "
-                "folder for each, as in Checkpoints('run/generator') and Checkpoints('run/discriminator')"
+                "folder for each, as in Checkpoints('run/generator') and Checkpoints('run/discriminator'), or delete the first "
+                "optimizer if its run has ended"
             )
 
     def lineage_of(self, trained: TrainedParameters) -> Lineage:

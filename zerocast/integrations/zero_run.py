@@ -20,6 +20,9 @@ from zerocast.distributed.agreement import from_rank_0
 from zerocast.optim import Checkpoints
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
+# Why a checkpoint of a trainer may have no masters.
+NO_STATE = "the checkpoint was saved without zerocast or as weights only, or its save was interrupted"
+
 
 def is_quantized(model: nn.Module) -> bool:
     """Return True if any parameter is a QuantizedWeight."""
@@ -114,6 +117,21 @@ def save(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence
         on_rank_0(group, lambda: discard([mark_incomplete(path) for path in _saved(folder)[len(optimizers) :]]))
 
 
+def discard_saved(folder: Location, optimizers: Sequence[ZeroOptimizer]) -> None:
+    """Delete the masters and moments that an earlier save has left in the folder. Collective.
+
+    For a trainer that overwrites files next to the folder before it calls `save`, or does not call
+    `save` at all. An interrupted save then leaves no masters that belong to other files.
+    """
+    if optimizers:
+        on_rank_0(group_of(optimizers[0]), lambda: discard([mark_incomplete(path) for path in _saved(folder)]))
+
+
+def has_saved(folder: Location) -> bool:
+    """Return True if the folder has masters and moments."""
+    return bool(_saved(folder))
+
+
 def load(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Load a folder that `save` wrote, on any number of ranks. Collective.
 
@@ -123,7 +141,7 @@ def load(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence
     check_together(optimizers, models)
     saved = _saved(folder)
     if optimizers and not saved:
-        raise ValueError(f"{folder} holds no state of ZeroAdamW: the checkpoint was saved without zerocast")
+        raise ValueError(f"{folder} holds no state of ZeroAdamW: {NO_STATE}")
     if len(saved) != len(optimizers):
         raise ValueError(f"{folder} holds the states of {len(saved)} ZeroAdamWs, but {len(optimizers)} were passed")
     if optimizers:
