@@ -1,6 +1,7 @@
 """Casts in this process, and the bytes that come out, for comparison."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import zerocast
 from tests import devices
+from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight, backends
 from zerocast.backends import ops, reference
 from zerocast.distributed.group import ONE_PROCESS
@@ -52,6 +54,14 @@ def sha(data: Any) -> str:
     if isinstance(data, Tensor):
         data = raw(data)
     return hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]
+
+
+def example(
+    fmt: str = "nvfp4", shape: tuple[int, ...] = (32, 64), nominal: torch.dtype = torch.bfloat16, seed: int = 0
+) -> QuantizedWeight:
+    """The cast of a matrix, or of matrices, that are the same everywhere."""
+    matrix = torch.from_numpy(lcg_matrix(math.prod(shape[:-1]), shape[-1], seed))
+    return cast_whole(fmt, matrix.view(shape), nominal)
 
 
 def bytes_of(weight: QuantizedWeight) -> Bytes:

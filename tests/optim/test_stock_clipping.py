@@ -1,5 +1,6 @@
 """Gradients after a backward pass: clipping and scaling by torch's own functions give the global truth, and the step uses it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,16 +12,29 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from tests.fsdp2.models import slow
+from tests.optim import test_muon
 from tests.optim.probe import FP32, MIXED, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, rank, world
-from tests.selection import worlds
+from tests.optim.runs import ADAM, Run, Trainer, boxes, rank, world
+from tests.selection import some, worlds
 from tests.traffic import Traffic
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
 LIBRARY = ZeroConfig(bucket_size=4096)
-CASES = [(2, LIBRARY), (1, DETERMINISTIC), slow(1, LIBRARY), slow(2, DETERMINISTIC)]
-IDS = ["2 library", "1 logical", "1 library", "2 logical"]
+# Muon's parameters are complete first and lie last.
+MUON = dataclasses.replace(
+    test_muon.RUN,
+    specs=(Spec("norm", (300,), dtype=FP32), Spec("nv", (48, 112), "nvfp4", group=1), Spec("plain", (24, 40), group=1)),
+    options=test_muon.OPTIONS[::-1],
+    config=LIBRARY,
+)
+CASES = {
+    "2 library": Run(config=LIBRARY),
+    "1 logical": Run(stage=1),
+    "1 library": Run(stage=1, config=LIBRARY),
+    "2 logical": Run(),
+    "Muon": MUON,
+}
 BUSY = 3  # a step whose gradients are neither tiny nor huge
 INF = math.inf
 
@@ -59,15 +73,15 @@ def expected(trainer: Trainer, step: int) -> Tensor:
     return torch.cat(sums).double()
 
 
-@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
+@pytest.mark.parametrize("run", some(CASES, "2 library", "1 logical", "Muon"))
 @on_ranks(*worlds(2, slow=(1, 3)))
-def test_norms(stage, config):
+def test_norms(run):
     """Every norm that torch can be asked for, against arithmetic on the whole gradient; one collective for each type."""
-    trainer = Trainer(Run(stage=stage, config=config))
+    trainer = Trainer(run)
     trainer.probe.backward(BUSY, rank())
     whole = expected(trainer, BUSY)
     assert float((full(trainer) - whole).norm() / whole.norm()) <= (
-        0.0 if config.deterministic else 0.01
+        0.0 if run.config.deterministic else 0.01
     )  # reduced in bf16
     values = full(trainer)
     fast = trainer.optimizer.clip_grad_norm_(1e30)
@@ -80,9 +94,9 @@ def test_norms(stage, config):
             assert len(traffic.log) == (1 if foreach is None and world() > 1 else 0), (norm_type, foreach, traffic.log)
     assert ulps(get_total_norm(gradients(trainer)), fast) <= 4
     assert gradients(trainer)[0].norm().dtype == FP32
-    some = gradients(trainer)[3:7]
-    of_some = torch.cat([gradient.full_tensor().reshape(-1) for gradient in some]).double().norm()
-    assert ulps(get_total_norm(some), of_some.float()) <= 4
+    few = gradients(trainer)[1:5]
+    of_few = torch.cat([gradient.full_tensor().reshape(-1) for gradient in few]).double().norm()
+    assert ulps(get_total_norm(few), of_few.float()) <= 4
     per_parameter = [ulps(g.norm(), g.full_tensor().double().norm().float()) for g in gradients(trainer)]
     assert max(per_parameter) <= 1
 

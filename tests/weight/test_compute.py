@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import casts
-from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -17,9 +16,9 @@ SHAPE = (32, 64)  # M output features, K input features
 BATCHES = ((), (5,), (2, 3), (0,))
 
 
-def cast(fmt: str, nominal: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
+def cast(fmt: str, nominal: torch.dtype = torch.float32) -> nn.Parameter:
     """A parameter whose two directions differ where the format has two."""
-    return nn.Parameter(casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(*SHAPE, seed)), nominal))
+    return nn.Parameter(casts.example(fmt, SHAPE, nominal))
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

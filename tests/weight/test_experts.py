@@ -11,7 +11,6 @@ import zerocast
 from tests import casts
 from tests.devices import gpus
 from tests.gemm import test_compiled
-from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight
 
 EXPERTS, M, K = 3, 160, 64  # blocks of 128 rows would span two experts
@@ -21,8 +20,7 @@ BF16 = torch.bfloat16
 
 
 def experts(fmt: str, device: str = "cpu", dtype: torch.dtype = BF16) -> nn.Parameter:
-    value = torch.from_numpy(lcg_matrix(EXPERTS * M, K, 0)).view(EXPERTS, M, K)
-    return nn.Parameter(casts.cast_whole(fmt, value, dtype).to(device))
+    return nn.Parameter(casts.example(fmt, (EXPERTS, M, K), dtype).to(device))
 
 
 def offsets() -> Tensor:

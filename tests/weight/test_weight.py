@@ -12,18 +12,10 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.formats import model
-from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight, get_format
 from zerocast.formats.layout import BUFFERS
 
 SHAPE = (32, 64)
-
-
-def cast(
-    fmt: str = "nvfp4", shape: tuple[int, ...] = SHAPE, nominal: torch.dtype = torch.bfloat16, seed: int = 0
-) -> QuantizedWeight:
-    rows, columns = shape[-2] * (shape[0] if len(shape) > 2 else 1), shape[-1]
-    return casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(rows, columns, seed)).view(shape), nominal)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +23,7 @@ def cast(
 )
 def test_layouts(fmt: str) -> None:
     """docs/formats/common.md; columnwise data and scales exist after post-all-gather processing, or, for mxfp8, from the start."""
-    empty, after = QuantizedWeight.empty((160, 96), fmt, torch.float16), cast(fmt, (160, 96), torch.float16)
+    empty, after = QuantizedWeight.empty((160, 96), fmt, torch.float16), casts.example(fmt, (160, 96), torch.float16)
     assert (empty.columnwise_data is None) == (fmt != "mxfp8")
     held = {"scale": (1,), "amax_history": (1024,)} if fmt == "fp8_delayed" else {}
     if fmt == "identity":
@@ -54,7 +46,7 @@ def test_layouts(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", casts.FORMATS)
 @pytest.mark.parametrize("nominal", casts.NOMINAL)
 def test_it_looks_like_the_tensor_that_it_stands_for(fmt: str, nominal: torch.dtype) -> None:
-    weight = cast(fmt, (2, 128, 64), nominal)
+    weight = casts.example(fmt, (2, 128, 64), nominal)
     assert isinstance(weight, Tensor)
     assert weight.dtype is nominal
     assert weight.device == torch.device("cpu")
@@ -68,7 +60,7 @@ def test_it_looks_like_the_tensor_that_it_stands_for(fmt: str, nominal: torch.dt
 
 
 def test_repr_says_what_it_is_and_not_what_it_holds() -> None:
-    weight = cast("fp8_block:element=e5m2")
+    weight = casts.example("fp8_block:element=e5m2")
     assert (
         repr(weight)
         == "QuantizedWeight(shape=(32, 64), format=fp8_block:element=e5m2, dtype=torch.bfloat16, device=cpu)"
@@ -77,7 +69,7 @@ def test_repr_says_what_it_is_and_not_what_it_holds() -> None:
 
 
 def test_parameter() -> None:
-    weight = cast()
+    weight = casts.example()
     parameter = nn.Parameter(weight)
     assert isinstance(parameter, nn.Parameter)
     assert isinstance(parameter, QuantizedWeight)
@@ -113,7 +105,7 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("fmt", ["nvfp4", "identity"])
 def test_what_an_operator_with_a_handler_does_not_do(name: str, fmt: str) -> None:
     """Nothing is written. Operators without a handler: test_unsupported.py."""
-    weight = cast(fmt)
+    weight = casts.example(fmt)
     before = casts.bytes_of(weight)
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         FORBIDDEN[name](weight)
@@ -128,7 +120,7 @@ def test_sharing_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("fmt", casts.FORMATS)
 def test_rebind_keeps_the_bytes(fmt: str) -> None:
-    weight = cast(fmt, nominal=torch.float32)
+    weight = casts.example(fmt, nominal=torch.float32)
     before = casts.bytes_of(weight)
     rows = weight.rowwise_data
     target = torch.empty(rows.numel() + 8, dtype=rows.dtype)[8:].view(rows.shape)
@@ -152,7 +144,7 @@ WRONG_TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_TARGETS)
 def test_rebind_to_the_wrong_storage_moves_nothing(wrong: str) -> None:
-    weight = cast()
+    weight = casts.example()
     before, rows, columns = casts.bytes_of(weight), weight.rowwise_data, weight.columnwise_data
     assert columns is not None
     with pytest.raises(ValueError, match="columnwise_data needs contiguous"):
@@ -164,4 +156,4 @@ def test_rebind_to_the_wrong_storage_moves_nothing(wrong: str) -> None:
 
 def test_rebind_what_the_format_has_not() -> None:
     with pytest.raises(ValueError, match="identity weight has no columnwise_data"):
-        cast("identity").rebind(columnwise_data=torch.empty(SHAPE))
+        casts.example("identity").rebind(columnwise_data=torch.empty(SHAPE))

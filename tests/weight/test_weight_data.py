@@ -75,21 +75,33 @@ def test_the_usual_swap_swaps() -> None:
     assert torch.equal(nn.functional.linear(x, a), nn.functional.linear(x, b))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [torch.zeros(SHAPE, dtype=torch.bfloat16), cast(1, "fp8_block"), casts.cast_whole("nvfp4", torch.ones(64, 32))],
-    ids=["plain", "format", "shape"],
-)
-def test_data_of_another_kind_is_refused(value: torch.Tensor) -> None:
-    weight = cast(0)
+VALUES: dict[str, torch.Tensor] = {
+    "plain tensor": torch.zeros(SHAPE, dtype=torch.bfloat16),
+    "other format": casts.example("mxfp8"),
+    "other options": casts.example("fp8_current:element=e5m2"),
+    "other nominal dtype": casts.example("fp8_current", nominal=torch.float16),
+    "other shape": casts.example("fp8_current", SHAPE[::-1]),
+}
+
+
+def load(weight: nn.Parameter, value: torch.Tensor) -> None:
+    linear = nn.Linear(64, 32, bias=False)
+    linear.weight = weight
+    linear.load_state_dict({"weight": value})
+
+
+@pytest.mark.parametrize("wrong", VALUES)
+def test_data_of_another_kind_is_refused(wrong: str) -> None:
+    weight, value = cast(0, "fp8_current"), VALUES[wrong]
     before = casts.bytes_of(weight)
     for call in (
         lambda: setattr(weight, "data", value),
         lambda: setattr(weight.t(), "data", value),
         lambda: weight.data.copy_(value),
         lambda: weight.detach().copy_(value),
+        lambda: load(weight, value),
     ):
-        with pytest.raises(RuntimeError, match=r"cannot (set the data of|copy)"):
+        with pytest.raises(RuntimeError, match=r"cannot (set the data of|copy)|size mismatch"):
             call()
     with pytest.raises(RuntimeError):
         torch.nn.utils.vector_to_parameters(torch.zeros(weight.numel()), [weight])
