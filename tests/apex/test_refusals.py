@@ -20,7 +20,7 @@ import zerocast
 from tests.apex.checkpoints import different, held
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu, needs_apex
 from tests.apex.training import MIXED, SMALL, Case, Run
-from tests.hosts.stopping import limit_collectives
+from tests.hosts.stopping import limit_collectives, wait_for_all_ranks
 from tests.observed import debug_mode
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW
@@ -251,6 +251,7 @@ def one_rank(name: str, on_gpu: bool) -> tuple[str, float, list[str]]:
         started = time.monotonic()
         said = error_of(lambda: call(run))
         seconds = time.monotonic() - started
+        wait_for_all_ranks(f"{name} {on_gpu}", 16)
         limit_collectives(30)
         vars(run.optimizer._driver.gather).pop("prepare", None)
         run.optimizer.load_state_dict(state)

@@ -186,6 +186,14 @@ def limit_collectives(seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def wait_for_all_ranks(what: str, seconds: float) -> None:
+    """Until all have come here once, by no collective: one of this rank would end another in which a rank waits in vain."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    store.add(what, 1)
+    while store.add(what, 0) < dist.get_world_size() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def _leave(path: Path, value: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.hosts.stopping import limit_collectives
+from tests.hosts.stopping import limit_collectives, wait_for_all_ranks
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
@@ -158,6 +158,7 @@ def told(name: str, on_gpu: bool) -> tuple[str, str]:
         started = time.monotonic()
         said = error_of(lambda: call(attached, saved))
         seconds = time.monotonic() - started
+        wait_for_all_ranks(f"{name} {on_gpu}", 2 * SECONDS)
         after = "" if seconds > SECONDS - 1 else error_of(attached.attachment.refresh)
         limit_collectives(30)
     if seconds > SECONDS - 1:

@@ -36,8 +36,10 @@ class _Slow:
             raise RuntimeError("injected")
 
 
-def two_readers(dies: bool, columnwise: bool, second_after: float) -> tuple[list[Any], bool]:
-    """What two threads read of a weight, or the error, and how long that took; whether it is what is there afterwards."""
+def two_readers(dies: bool, columnwise: bool, second_after: float, by_host: bool = False) -> tuple[list[Any], bool]:
+    """What two threads read of a weight, or the error, and how long that took; whether it is what is there afterwards. The host
+    itself may finish the gathers in the first, as in a forward pass.
+    """
     with host():
         attached = Attached(Case(MIXED, overlap=True))
         attached.run.step(0)
@@ -51,6 +53,8 @@ def two_readers(dies: bool, columnwise: bool, second_after: float) -> tuple[list
         def read(index: int) -> None:
             time.sleep(index * second_after)
             start = time.monotonic()
+            for group in attached.run.ddp.bucket_groups if by_host and index == 0 else ():
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
             try:
                 value: Any = weight.read(columnwise, torch.float32)
             except RuntimeError as error:
@@ -103,8 +107,9 @@ pytestmark = needs_megatron
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("second_after", [0.1, 1.5], ids=["in the gather", "in the copies"])
-def test_the_second_reader_waits_too(ranks: Ranks, columnwise: bool, second_after: float) -> None:
-    for seconds, same in ranks(2)(two_readers, False, columnwise, second_after * SECONDS):
+@pytest.mark.parametrize("by_host", [False, True], ids=["reader", "host"])
+def test_the_second_reader_waits_too(ranks: Ranks, by_host: bool, columnwise: bool, second_after: float) -> None:
+    for seconds, same in ranks(2)(two_readers, False, columnwise, second_after * SECONDS, by_host):
         assert same and all(taken > SECONDS / 4 for taken in seconds), seconds
 
 
