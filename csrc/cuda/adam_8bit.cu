@@ -5,7 +5,8 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which do not spill
+constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which hardly spill
+constexpr int kStages = 4;     // of WarpRing: 40 KB of shared memory a thread block
 
 // The groups of a warp, of a format without blocks: they follow each other.
 template <class Grad, class Amaxes>
@@ -14,8 +15,8 @@ __device__ void update_run(const PieceStep<Grad>& step, uint32_t ordinal, const 
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int64_t element = MomentGroups(step.piece, begin).element();
   if (step.template takes_whole<kMomentGroups>(element, MomentPiece::kGroup)) {
-    return step.template whole_groups<kGroupsOfWarp>(begin + warp, element + warp * MomentPiece::kGroup, TakingTurns{},
-                                                     panel, 0, amaxes);
+    return step.template whole_groups<kGroupsOfWarp, kStages>(begin + warp, element + warp * MomentPiece::kGroup,
+                                                              TakingTurns{}, panel, 0, amaxes);
   }
   // The warps share fewer groups than a thread block may have.
   const int of_block = static_cast<int>(min(count - begin, int64_t{kMomentGroups})),
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kGrid == Grid::kTensor) {
       update_run(step, item.ordinal, {lane, w, out}, amaxes);
     } else {
-      update_panel<panel_rows(kGrid)>(step, {lane, w, out}, amaxes);
+      update_panel<panel_rows(kGrid), kStages>(step, {lane, w, out}, amaxes);
     }
   }
   // Found once more, so that the loops above have these registers.
@@ -106,8 +107,9 @@ void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, 
       return launch(adam_8bit_cut_kernel<Grad>, pieces.weights, kThreads, stream, bases, rows, inputs_of(step), steps, cuts);
     }
     for_grid(format, [&](auto grid) {
-      launch(adam_8bit_kernel<Grad, decltype(grid)::value>, groups.blocks, kThreads, stream, format, table_of(work), rows,
-             items_of(groups), bases, inputs_of(step), steps, AmaxSink{amaxes_of(packed), nominal}, cuts);
+      launch_with_shared_memory(WarpRing<Grad, kStages>::kBytes, adam_8bit_kernel<Grad, decltype(grid)::value>,
+                                groups.blocks, kThreads, stream, format, table_of(work), rows, items_of(groups), bases,
+                                inputs_of(step), steps, AmaxSink{amaxes_of(packed), nominal}, cuts);
     });
   });
 }

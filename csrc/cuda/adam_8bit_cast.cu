@@ -6,7 +6,8 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, and 34 KB of shared memory a thread block
+constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, and 55 KB of shared memory a thread block
+constexpr int kStages = 2;     // of WarpRing: four were slower
 constexpr int kRows = one_pass_rows(kWarps);
 static_assert(kOnePass8bitShape.threads() == kThreads && kOnePass8bitShape.lane_columns == kOnePassColumns &&
               kRows == kPanelRows);
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const PieceStep<Grad> step(bases, no_cuts, piece, adam, steps, values);
     const Weight w = weight_of(table, item);
     const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
-    update_panel<kRows>(step, {lane, w, out}, rows);
+    update_panel<kRows, kStages>(step, {lane, w, out}, rows);
     note_poison(w, out, rows.poison());
   }
   const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(rows.most());
@@ -69,11 +70,13 @@ void adam_8bit_cast(const Format& format, Dtype nominal, const Adam8bitState& st
   for_grad(state.grads.dtype, [&](auto grad) {
     for_nominal(nominal, [&](auto rounded) {
       for_codes(format, [&](auto element, auto grid) {
+        using Grad = decltype(grad);
         using Nominal = decltype(rounded);
-        launch(adam_8bit_cast_kernel<decltype(grad), Nominal, decltype(element), decltype(grid)::value>, work.blocks,
-               kThreads, stream, format, table_of(work), reinterpret_cast<const MomentPiece*>(pieces), items_of(work),
-               piece_bases(state), inputs_of(step), reinterpret_cast<const int64_t*>(steps),
-               AmaxSink{amaxes_of(packed), nominal}, bases_of(row_data));
+        const auto kernel = adam_8bit_cast_kernel<Grad, Nominal, decltype(element), decltype(grid)::value>;
+        launch_with_shared_memory(WarpRing<Grad, kStages>::kBytes, kernel, work.blocks, kThreads, stream, format,
+                                  table_of(work), reinterpret_cast<const MomentPiece*>(pieces), items_of(work),
+                                  piece_bases(state), inputs_of(step), reinterpret_cast<const int64_t*>(steps),
+                                  AmaxSink{amaxes_of(packed), nominal}, bases_of(row_data));
       });
     });
   });

@@ -36,13 +36,22 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// `bytes` is the dynamic shared memory of a thread block.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream, Arguments... arguments) {
+void launch_with_shared_memory(int bytes, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream,
+                               Arguments... arguments) {
   if (blocks == 0) return;
   if (blocks > INT32_MAX) throw std::invalid_argument("more thread blocks than a launch can have");
   const DeviceGuard guard(stream.device);
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, reinterpret_cast<cudaStream_t>(stream.handle)>>>(arguments...);
+  // Without it a thread block has at most 48 KB, those of its variables included.
+  if (bytes > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, reinterpret_cast<cudaStream_t>(stream.handle)>>>(arguments...);
   check(cudaGetLastError());
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream, Arguments... arguments) {
+  launch_with_shared_memory(0, kernel, blocks, threads, stream, arguments...);
 }
 
 inline const int64_t* table_of(const Work& work) { return reinterpret_cast<const int64_t*>(work.table); }

@@ -1,9 +1,9 @@
 // AdamW on pieces of weights whose moments are kept in 8 bits, for adam_8bit and adam_8bit_cast.
 //
 // A warp processes some groups of 128 elements one at a time, a lane four neighbours of each. The
-// loads of a group are in flight while the previous group is computed. The warps of a thread block
-// take turns with groups that follow each other, or for formats with blocks a warp's groups are below
-// each other, as the rows of a panel of adam_amax.
+// next groups come into shared memory meanwhile. The warps of a thread block take turns with groups
+// that follow each other, or for formats with blocks a warp's groups are below each other, as the
+// rows of a panel of adam_amax.
 #pragma once
 
 #include "cuda/amax.cuh"
@@ -133,6 +133,63 @@ struct LanePointers {
       v[i] = static_cast<uint8_t>(x.second >> 8 * i);
     }
   }
+};
+
+// The next kStages groups of a warp, on their way into shared memory: each lane copies its own
+// elements. In registers they would leave too few for the arithmetic, and with one group ahead the
+// memory of an H200 waits for the warps: then even a kernel without arithmetic takes 1.10 times as long
+// as a copy.
+template <class Grad, int kStages>
+class WarpRing {
+  struct Group {
+    uint32_t masters[MomentPiece::kGroup];
+    typename Grad::Word grads[MomentPiece::kGroup];
+    uint8_t first[MomentPiece::kGroup], second[MomentPiece::kGroup];
+  };
+
+ public:
+  // The dynamic shared memory of a thread block.
+  static constexpr int kBytes = kWarps * kStages * static_cast<int>(sizeof(Group));
+
+  __device__ WarpRing() {
+    extern __shared__ __align__(16) uint8_t groups[];
+    groups_ = reinterpret_cast<Group*>(groups) + threadIdx.x / kWarpLanes * kStages;
+  }
+
+  // Starts to load the elements of a lane that lie at `from`, once those of the stage are taken.
+  __device__ void load(int stage, const LanePointers<Grad>& from) const {
+    const LanePointers<Grad> to = of_lane(stage);
+    copy<sizeof(Four<Float32>)>(to.p, from.p);
+    copy<sizeof(Four<Grad>)>(to.g, from.g);
+    copy<sizeof(uint32_t)>(to.m, from.m);
+    copy<sizeof(uint32_t)>(to.v, from.v);
+  }
+  // Ends the loads of a stage, of which there may be none.
+  __device__ void commit() const { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+  // Waits for the stage of which the loads ended kStages calls of `commit` ago.
+  __device__ LaneElements<Grad> take(int stage) const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    const LaneElements<Grad> x = of_lane(stage).load();
+    __syncwarp();
+    return x;
+  }
+
+ private:
+  __device__ LanePointers<Grad> of_lane(int stage) const {
+    Group& group = groups_[stage];
+    return LanePointers<Grad>{group.masters, group.grads, group.first, group.second}.later(threadIdx.x % kWarpLanes *
+                                                                                           kLaneElements);
+  }
+
+  template <int kBytes>
+  __device__ static void copy(const void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(__cvta_generic_to_global(from)), "n"(kBytes)
+                 : "memory");
+  }
+
+  Group* groups_;
 };
 
 // Lists that the bases of pieces are indices of.
@@ -360,10 +417,10 @@ struct PieceStep {
   // Updates such groups, the first of which is `group`, counted from the first one of the piece. They
   // are rows of the amaxes from `row` on. A lane holds one of their scales. `stride` is an int64_t or a
   // constant.
-  template <int kGroups, class Stride, class Amaxes>
+  template <int kGroups, int kStages, class Stride, class Amaxes>
   __device__ void whole_groups(int64_t group, int64_t element, Stride stride, const AmaxPlace& panel, int row,
                                Amaxes& amaxes) const {
-    static_assert(2 * kGroups <= kWarpLanes && kGroups % 2 == 0);
+    static_assert(2 * kGroups <= kWarpLanes && kGroups % kStages == 0);
     constexpr bool kConstant = !std::is_same_v<Stride, int64_t>;
     const int64_t apart = stride;
     const uint32_t step = static_cast<uint32_t>(apart);
@@ -379,18 +436,23 @@ struct PieceStep {
     LanePointers<Grad> here = origin;
     uint32_t offset = 0;
     const auto at = [&](int k) { return kConstant ? here.later(k * step) : origin.later(offset + k * step); };
-    // Groups are loaded into two sets of registers by turns, so that none are copied.
-    LaneElements<Grad> loaded[2];
-    loaded[0] = origin.load();
+    const WarpRing<Grad, kStages> ring;
+#pragma unroll
+    for (int k = 0; k < kStages; ++k) {
+      ring.load(k, at(k));
+      ring.commit();
+    }
     uint32_t most = 0;
 #pragma unroll 1
-    for (int i = 0; i < kGroups; i += 2) {
+    for (int i = 0; i < kGroups; i += kStages) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (k == 0 || i + 2 < kGroups) loaded[1 - k] = at(k + 1).load();
+      for (int k = 0; k < kStages; ++k) {
+        const LaneElements<Grad> loaded = ring.take(k);
+        if (i + kStages < kGroups) ring.load(k, at(kStages + k));
+        ring.commit();
         const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i + k),
                             __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i + k)};
-        const LaneMoments<Grad> moments(loaded[k], old, s, values);
+        const LaneMoments<Grad> moments(loaded, old, s, values);
         const Group found(moments, s);
         const LaneResults results = update(moments, found, s, values, randoms);
         at(k).store_masters(results);
@@ -407,9 +469,9 @@ struct PieceStep {
         randoms.lower += step;
       }
       if (kConstant) {
-        here = here.later(2 * step);
+        here = here.later(kStages * step);
       } else {
-        offset += 2 * step;
+        offset += kStages * step;
       }
     }
     if (lane < 2 * kGroups) *scale = group_scale(new_largest);
@@ -451,7 +513,7 @@ struct PieceStep {
 
 // Updates the groups of a warp, of a format with blocks: rows of a panel. The weight of the table may be the lower rows of
 // the piece's.
-template <int kRows, class Grad, class Amaxes>
+template <int kRows, int kStages, class Grad, class Amaxes>
 __device__ void update_panel(const PieceStep<Grad>& step, const AmaxPlace& panel, Amaxes& amaxes) {
   constexpr int kGroups = kPanelRows;
   const AmaxLane& lane = panel.lane;
@@ -462,7 +524,7 @@ __device__ void update_panel(const PieceStep<Grad>& step, const AmaxPlace& panel
     const int64_t element = piece.start - lane.start + lane.element - in_group + row * lane.pitch;
     const int64_t group = piece.group_of(element) - piece.group_of(piece.start);
     if (step.template takes_whole<kGroups>(element, lane.pitch)) {
-      step.template whole_groups<kGroups>(group, element, lane.pitch, panel, row, amaxes);
+      step.template whole_groups<kGroups, kStages>(group, element, lane.pitch, panel, row, amaxes);
       continue;
     }
     const int64_t count = piece.groups();
