@@ -45,7 +45,7 @@ def test_every_format(hidden: int) -> None:
 @pytest.mark.parametrize(("world", "hidden"), [(4, 1), (2, 129), slow(2, 1), slow(4, 129)])
 @on_ranks()
 def test_fewer_rows_than_ranks_and_odd_rows(hidden: int) -> None:
-    trained(SMALL, 130, hidden, {})
+    trained(SMALL, 130, hidden, {}, steps=1)
 
 
 @pytest.mark.parametrize("world", [2, 3])

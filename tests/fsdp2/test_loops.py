@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
-from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
 from tests.workers import Ranks, on_ranks
@@ -44,10 +43,8 @@ class Rooted(Net):
 
 def digests(model: nn.Module) -> dict[str, str]:
     """Masters and what delayed scaling remembers."""
-    found = {name: casts.sha(p.full_tensor()) for name, (p, _) in models.masters(model).items()}
-    for name, state in zerocast.fsdp2.state_dict(model).items():
-        found |= {f"{name} {key}": casts.sha(value) for key, value in state.items()}
-    return found
+    masters = {name: parameter for name, (parameter, _) in models.masters(model).items()}
+    return models.digests({"masters": masters, "delayed": zerocast.fsdp2.state_dict(model)})
 
 
 def forget(model: nn.Module) -> None:

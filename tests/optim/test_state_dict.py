@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import zerocast
 from tests import casts
+from tests.observed import same_on_all
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, refused, snapshot
 from tests.workers import error_of, on_ranks
@@ -42,25 +43,18 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in state.items() for name, leaf in flat(value, f"{prefix}.{key}").items()}
 
 
-def shapes(path: str | None) -> dict[str, Any]:
-    """Keys, shapes and dtypes of a rank's state; saved on the way."""
+@on_ranks(1, 3)
+def test_keys_are_fixed_and_the_same_on_every_rank(tmp_path, world):
     trainer = Trainer(Run())
     trainer.train(range(2))
-    if path is not None:
-        dcp.save(trainer.optimizer.state_dict(), checkpoint_id=path)
-    return {name: (tuple(t.shape), t.dtype) for name, t in flat(trainer.optimizer.state_dict()).items()}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_keys_are_fixed_and_the_same_on_every_rank(ranks, tmp_path, world):
-    first, *others = ranks(world)(shapes, str(tmp_path / "checkpoint"))
-    assert set(first) == KEYS
-    assert all(other == first for other in others)
+    dcp.save(trainer.optimizer.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    state = same_on_all({name: (tuple(t.shape), t.dtype) for name, t in flat(trainer.optimizer.state_dict()).items()})
+    assert set(state) == KEYS
     for spec in MIXED:
         for name in (f"model.{spec.name}", f"optim.state.{spec.name}.exp_avg", f"optim.state.{spec.name}.exp_avg_sq"):
-            assert first[name] == (spec.shape, FP32)
-        assert first[f"optim.state.{spec.name}.step"] == ((), FP32)
-    assert first["zerocast.recent.amax_history"] == ((4,), FP32)
+            assert state[name] == (spec.shape, FP32)
+        assert state[f"optim.state.{spec.name}.step"] == ((), FP32)
+    assert state["zerocast.recent.amax_history"] == ((4,), FP32)
     metadata = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     assert set(metadata) == KEYS
     assert not [name for name, entry in metadata.items() if isinstance(entry, BytesStorageMetadata)]

@@ -68,11 +68,10 @@ def test_any_kind(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     assert loads(KINDS[kind](values(SHAPES, dtype), tmp_path), dtype) == []
 
 
-SEVERAL = [(2, "mapping"), (3, "safetensors_folder")]
-SLOW = [pytest.param(2, "file", marks=pytest.mark.slow), pytest.param(3, "dcp", marks=pytest.mark.slow)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "mapping"), (2, "file"), (3, "dcp"))]
 
 
-@pytest.mark.parametrize(("world", "kind"), [*SEVERAL, *SLOW])
+@pytest.mark.parametrize(("world", "kind"), [(3, "safetensors_folder"), *SLOW])
 def test_on_several_ranks(ranks: Any, tmp_path: Path, kind: str, world: int) -> None:
     assert ranks(world)(loads, KINDS[kind](values(SHAPES, torch.float32), tmp_path), torch.float32) == [[]] * world
 
