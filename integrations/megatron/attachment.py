@@ -53,21 +53,28 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     with Patches() as patches, host.known_api():
         distributed = host.distributed_optimizers(optimizer)
         validate(optimizer, distributed, chunks, verify_every)
+
+        # Find the masters of this rank, their weights and the buffers that are gathered.
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
             # Before `collect`, which then finds the masters in CPU memory.
             for inner in distributed:
                 offload.keep_on_cpu(inner, patches)
         owned_shares = collect(distributed, chunks)
-        left = [state for state in map(unattached.state_left_in, distributed) if state is not None]
-        _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=bool(left)))
 
-        # Weights that the last attachment left partial stay partial for the new one.
-        guard = MethodGuard(next((state.validity for state in left if state.validity.partial), None))
+        # Let ranks agree on them.
+        detached_states = [state for state in map(unattached.state_left_in, distributed) if state is not None]
+        _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=bool(detached_states)))
+
+        # Build the plans. Weights that the last attachment left partial stay partial.
+        partial = (state.validity for state in detached_states if state.validity.partial)
+        guard = MethodGuard(next(partial, None))
         shares: list[AttachedShare] = []
         # A model whose weights are all plain has nothing to cast.
         if any(owned.weights for owned in owned_shares):
             build = functools.partial(build_share, guard=guard, patches=patches)
             shares = _each_on_all_ranks(owned_shares, build)
+
+        # Let the host's step call them.
         attachment = Attachment([optimizer, *distributed], shares, guard, verify_every)
         hooks.replace_methods(patches, optimizer, distributed, chunks, shares, guard, attachment._after_step)
         attachment._patches = patches.pop_all()
@@ -175,8 +182,8 @@ def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> Atta
         )
     )
     delayed = driver.plan.delayed
-    left = unattached.state_left_in(owned.optimizer)
-    earlier_scaling = None if left is None else left.delayed.get(owned.share.suffix)
+    detached = unattached.state_left_in(owned.optimizer)
+    earlier_scaling = None if detached is None else detached.delayed.get(owned.share.suffix)
     if earlier_scaling is None:
         # First attachment: all ranks use the scales of rank 0, since the bytes of different ranks
         # are gathered into one weight with one scale.

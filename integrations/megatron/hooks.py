@@ -25,6 +25,8 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
       step, state_dict, save_...      raise unless the weights are valid for it
       sharded_state_dict              raises as well, or prepares the template of a load
       load_...                        also cast and gather the loaded masters
+    `optimizer`
+      step_with_ready_grads           then verifies, every so many steps
     each model chunk
       sharded_state_dict              entries raise if saved or loaded without `dequantize_`
       hooks of modules                cast loaded values; check weights before a forward pass
