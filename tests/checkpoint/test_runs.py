@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers import Ranks, error_of, in_a_process, on_ranks
-from zerocast import ZeroAdamW, optim
+from zerocast import ZeroAdamW, optim, quantize_
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import TrainingState
 from zerocast.optim import Checkpoints
@@ -80,6 +80,26 @@ def test_two_optimizers_in_one_folder(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(again, 7)
     del generator, discriminator, again
     Checkpoints(tmp_path).save(optimizer(), 8)  # no other one is left
+
+
+def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
+    """Each saves and loads the model without what the other one trains."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 32))
+    quantize_(model, {"0.weight": "nvfp4", "2.weight": "nvfp4"}, dtype=torch.float32)
+    first = ZeroAdamW([(name, p) for name, p in model.named_parameters() if name.startswith("0")])
+    second = ZeroAdamW([(name, p) for name, p in model.named_parameters() if not name.startswith("0")])
+    folders = {Checkpoints(tmp_path / "first"): first, Checkpoints(tmp_path / "second"): second}
+    for call in ("save", "load", "step"):
+        model(torch.randn(8, 32)).square().mean().backward()
+        for trained in folders.values():
+            trained.step()
+        for checkpoints, trained in folders.items():
+            if call == "save":
+                checkpoints.save(trained, 0, model=model)
+                statistics = model[1].running_mean.clone()
+            if call == "load":
+                checkpoints.load(trained, model=model)
+                assert torch.equal(model[1].running_mean, statistics)
 
 
 STEPS: list[tuple[Any, type[Exception], str]] = [

@@ -29,6 +29,7 @@ from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import is_trained
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import StoredWeight
 from zerocast.weight.validity import Use
@@ -65,6 +66,8 @@ class Untrained:
     @staticmethod
     def collect(optimizer: Checkpointed, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
         """Return the untrained tensors of `model`, or of the model that the optimizer knows.
+        Parameters that another optimizer trains are left out: that one's checkpoint has them, and
+        its next step would raise if a load wrote them.
 
         `masters` are the optimizer's entries keyed by name. Raises ValueError if a frozen parameter
         of the model has the same name as one of them.
@@ -77,7 +80,7 @@ class Untrained:
         plain: dict[str, Tensor] = {}
         quantized: dict[str, QuantizedWeight] = {}
         for name, parameter in {**only_given, **model_parameters}.items():
-            if id(parameter) in trained_ids or not parameter.numel():
+            if id(parameter) in trained_ids or is_trained(parameter) or not parameter.numel():
                 continue
             if isinstance(parameter, QuantizedWeight):
                 quantized[name] = parameter
