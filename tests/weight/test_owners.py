@@ -734,6 +734,30 @@ def test_an_optimizer_that_was_taken_over_can_be_saved_until_the_newer_one_steps
         first.state_dict()
 
 
+@pytest.mark.notices(
+    "an optimizer is built over weights that an earlier optimizer or plan has cast: masters are the values of the codes",
+    where="ZeroAdamW",
+    answer="warns at its first step, unless it has loaded a state by then",
+)
+@pytest.mark.parametrize("earlier", ["stepped", "built"])
+def test_masters_that_begin_from_codes_are_noticed(caplog: pytest.LogCaptureFixture, earlier: str) -> None:
+    model = network()
+    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    if earlier == "stepped":
+        steps(model, first)
+    state = copy.deepcopy(first.state_dict())
+    with caplog.at_level(logging.WARNING):
+        loaded = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+        loaded.load_state_dict(state)
+        steps(model, loaded)
+        assert caplog.records == []
+        steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "the masters of 2 quantized weights of a ZeroAdamW, the first is 0.weight, began as the values"
+    )
+
+
 def test_a_hook_that_returns_a_tensor_is_named() -> None:
     """torch passes what it returns to the hook of the optimizer."""
     model = network()

@@ -123,6 +123,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._steps = 0
         # Captured steps, which follow changes of formats and parameters.
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+        # The quantized weights whose masters began as the values of their codes, although an
+        # earlier optimizer or plan had their FP32 values. Empty after the first step or load.
+        self._begun_from_codes: list[str] = []
         self._build(named, *self._lay_out(named))
         self._caller.number = 1
         self._is_built = True
@@ -172,6 +175,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         kept.
         """
         config, group, device = self._config, self._group, masters.master.device
+        self._begun_from_codes += [name for name, parameter, _ in named if _was_trained(parameter)]
         masters.initialise()
         for _, parameter, _ in named:
             take_off(parameter)
@@ -326,6 +330,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # without any gradient here.
         self._reducer.finish()
         self._untrained.after_steps(self._steps)
+        self._warn_of_codes()
         averaged, problem = "", None
         try:
             self._check_parameters_are_listed()
@@ -339,6 +344,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._driver.ready(f"{clipped or self._clipped}{changed} with {same}", problem)
         if debugging():
             self._reducer.check_same_call(f"steps with {hyperparameters_by_name(self.param_groups)}")
+
+    def _warn_of_codes(self) -> None:
+        """Warn before the first step if FP32 masters of an earlier optimizer were left behind."""
+        if self._begun_from_codes and self._group.rank == 0:
+            logger.warning(
+                "the masters of %d quantized weights of a %s, the first is %s, began as the values of their codes, without the "
+                "FP32 values that an earlier optimizer or plan had: load its state before the first step, or use that optimizer",
+                len(self._begun_from_codes),
+                self.NAME,
+                self._begun_from_codes[0],
+            )
+        self._begun_from_codes.clear()
 
     def _check_parameters_are_ours(self, use: Use) -> None:
         """Raise RuntimeError if a newer optimizer has taken a parameter over."""
@@ -583,6 +600,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._skipped.restart(taken)
             # On a GPU some ranks may have finished a step that others could not make.
             self._steps = 0
+            self._begun_from_codes.clear()
             self._driver.refresh()
         if self._counts.before != before:
             # Graphs hold keys of random numbers, which depend on these counts.
@@ -639,3 +657,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._untrained.add(frozen(given), trained)
         averages.move_to(self.averages, lambda flat: self._masters.completed(flat, masters))
         self._record_again()
+
+
+def _was_trained(parameter: Tensor) -> bool:
+    """Return True for a quantized weight that was cast from masters, which it does not have any
+    more.
+    """
+    if not isinstance(parameter, QuantizedWeight) or parameter.high_precision_init_val is not None:
+        return False
+    return parameter.state.has_master and parameter.state.validity.casts > 0
