@@ -10,11 +10,11 @@ from zerocast.integrations import megatron as integration
 from zerocast.metrics import Meter, Sample
 
 
-def steps(overlap: bool, every: int | None, te: str = "") -> tuple[list[float], list[Sample | None], dict[str, float]]:
+def steps(overlap: bool, every: int | None) -> tuple[list[float], list[Sample | None], dict[str, float]]:
     """Losses and samples of four steps, and the largest magnitudes of the quantized weights' masters in the end."""
-    with host(te):
+    with host():
         with integration.quantized_params():
-            run = build(Case("te" if te else MIXED, overlap, experts=True, te=te))
+            run = build(Case(MIXED, overlap, experts=True))
         attached = integration.attach(run.optimizer, run.ddp)
         meter, losses, samples = None if every is None else Meter(attached, every), [], []
         for number in range(4):
