@@ -287,6 +287,12 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
         lambda named: eight_bit([(f"module.{name}", parameter) for name, parameter in named]),
         "weight 0 is blocks.0.0.weight: ",
     ),
+    "one twice": (
+        lambda named: FusedAdamW(named, **ADAM),
+        lambda named: FusedAdamW([named[0], named[0], *named[2:]], **ADAM),
+        "rank {}: a parameter is listed twice in a parameter group",
+    ),
+    "lr out of range": (eight_bit, lambda named: eight_bit(named, lr=-1.0), "rank {}: lr is out of range: -1.0"),
     "lr": (
         eight_bit,
         lambda named: eight_bit(named, lr=0.5),
