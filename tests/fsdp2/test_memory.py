@@ -18,7 +18,7 @@ from tests import growth
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FEW, Net, slow
 from tests.optim.memory import live_bytes
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast import verify
 from zerocast.fsdp2 import TrainingState
 from zerocast.fsdp2.prepare import managers_of
@@ -106,26 +106,22 @@ def test_nothing_grows() -> None:
 
 
 WARM = 800  # steps, in which the process takes a megabyte more, and none after them
+STEPS = 2000
 MOST_BYTES = 2**9  # a step
-
-
-def steps(optimizer: str, count: int) -> tuple[dict[str, tuple[int, int]], float]:
-    """What has grown after so many steps, and bytes a step."""
-    model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96))
-    made = models.OPTIMIZERS[optimizer](model)
-    models.train(model, made, range(WARM), 64)
-    before, memory = growth.held(), growth.resident()
-    models.train(model, made, range(WARM, WARM + count), 64)
-    return growth.grown(before, growth.held()), (growth.resident() - memory) / count
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
-def test_steps(ranks: Ranks, optimizer: str) -> None:
-    for grown, used in ranks(2)(steps, optimizer, 2000, timeout=1800.0):
-        assert grown == {}
-        assert used < MOST_BYTES, used
+@on_ranks(2, timeout=1800.0)
+def test_steps(optimizer: str) -> None:
+    model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96))
+    made = models.OPTIMIZERS[optimizer](model)
+    models.train(model, made, range(WARM), 64)
+    before, memory = growth.held(), growth.resident()
+    models.train(model, made, range(WARM, WARM + STEPS), 64)
+    assert growth.grown(before, growth.held()) == {}
+    assert (growth.resident() - memory) / STEPS < MOST_BYTES
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:

@@ -43,12 +43,10 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "Linear": lambda: (nn.Linear(8, 8), (X,)),
     "Linear of three dimensions": lambda: (nn.Linear(8, 8, bias=False), (torch.ones(2, 3, 8),)),
     "Bilinear": lambda: (nn.Bilinear(8, 8, 8), (X, X)),
-    "RNN": lambda: (nn.RNN(8, 8), (X,)),
-    "LSTM": lambda: (nn.LSTM(8, 8), (X,)),
-    "GRU": lambda: (nn.GRU(8, 8), (X,)),
-    "RNNCell": lambda: (nn.RNNCell(8, 8), (X,)),
-    "LSTMCell": lambda: (nn.LSTMCell(8, 8), (X,)),
-    "GRUCell": lambda: (nn.GRUCell(8, 8), (X,)),
+    **{
+        kind.__name__: lambda kind=kind: (kind(8, 8), (X,))
+        for kind in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+    },
     "MultiheadAttention": attention,
     "TransformerEncoderLayer": lambda: (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), (X[None],)),
 }

@@ -18,7 +18,7 @@ from tests import growth
 from tests.optim.memory import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, OVERLAP, Run, Trainer, weight_bytes
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast import Recipe, ZeroAdamW, ZeroConfig
 from zerocast.optim import gradients, reduction
 
@@ -162,7 +162,14 @@ class Optimizers:
         train(self.model, optimizer, *self.kept)
 
 
-def build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], float, set[int]]:
+SHORT = (("one model", 1, 3), ("beside one that stays", 2, 3))
+LIVES = ("one model", "new models", "beside one that stays", "in cycles")
+LONG = [pytest.param(life, world, 200, marks=pytest.mark.slow) for life in LIVES for world in (1, 2)]
+
+
+@pytest.mark.parametrize(("life", "world", "count"), [*SHORT, *LONG])
+@on_ranks(timeout=600.0)
+def test_optimizers_that_are_dropped(life: str, count: int) -> None:
     """What has grown after so many, the bytes an optimizer, and the hooks on each parameter."""
     optimizers = Optimizers(life)
     for _ in range(WARM):
@@ -174,21 +181,7 @@ def build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], f
     for _ in range(3):  # what another thread was just letting go of is gone then, what is left behind is not
         optimizers.build()
         after &= growth.held()
-    hooks = {len(parameter._post_accumulate_grad_hooks or ()) for parameter in optimizers.model.parameters()}
     used = (growth.resident() - memory) / (count + 3)
-    del optimizers
-    gc.collect()
-    return growth.grown(before, after), used, hooks
-
-
-SHORT = (("one model", 1, 3), ("beside one that stays", 2, 3))
-LIVES = ("one model", "new models", "beside one that stays", "in cycles")
-LONG = [pytest.param(life, world, 200, marks=pytest.mark.slow) for life in LIVES for world in (1, 2)]
-
-
-@pytest.mark.parametrize(("life", "world", "count"), [*SHORT, *LONG])
-def test_optimizers_that_are_dropped(ranks: Ranks, life: str, world: int, count: int) -> None:
-    for grown, used, hooks in ranks(world)(build_and_drop, life, count, timeout=600.0):
-        assert grown == {}
-        assert used < MOST_BYTES or count < 200, used
-        assert hooks <= {0, 1}
+    assert growth.grown(before, after) == {}
+    assert used < MOST_BYTES or count < 200
+    assert all(len(parameter._post_accumulate_grad_hooks or ()) <= 1 for parameter in optimizers.model.parameters())
