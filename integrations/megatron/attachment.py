@@ -12,13 +12,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.host import CastDriver, Host
-from zerocast.distributed.agreement import together, validate_across_ranks
+from zerocast.distributed.agreement import first_of, together, validate_across_ranks
 from zerocast.formats.layout import byte_range
 from zerocast.integrations.patches import Patches
 from zerocast.verification.master_views import MasterViews
@@ -113,8 +112,6 @@ def agree(owned: OwnedShare, was_detached: bool) -> None:
     elif wrong := bytes_not_sent(owned):
         problem = ValueError(wrong)
     validate_across_ranks(owned.group, owned.names, problem, "attaches zerocast")
-    if wrong := elements_without_owner(owned):
-        raise ValueError(wrong)
 
 
 def bytes_not_sent(owned: OwnedShare) -> str | None:
@@ -151,18 +148,6 @@ def bytes_not_sent(owned: OwnedShare) -> str | None:
     return None
 
 
-def elements_without_owner(owned: OwnedShare) -> str | None:
-    """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
-    counts = [owned.span(i).numel for i in range(len(owned.weights))]
-    totals = torch.tensor(counts, dtype=torch.int64, device=owned.group.device)
-    if counts:
-        owned.group.all_reduce_sum(totals, "the elements that ranks own")
-    for name, weight, count in zip(owned.names, owned.weights, totals.tolist(), strict=True):
-        if count != weight.numel():
-            return f"{name} has {weight.numel()} elements, and the ranks of its group own {count}"
-    return None
-
-
 def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> AttachedShare:
     """Build the gathers and the plan of casts of one share. Collective."""
     gathers = Gathers(owned, guard)
@@ -181,6 +166,12 @@ def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> Atta
             raises_together=debugging(),
         )
     )
+    (views,) = driver.plan.master_views()
+    if views.left_out:
+        # All ranks of the share raise: a plan knows the elements that each of them owns.
+        raise ValueError(
+            f"no rank of its group owns some elements of {first_of(views.left_out)}: build the optimizer again"
+        )
     delayed = driver.plan.delayed
     detached = unattached.state_left_in(owned.optimizer)
     earlier_scaling = None if detached is None else detached.delayed.get(owned.share.suffix)

@@ -220,6 +220,12 @@ def _add_a_tensor_of_others(run: Run) -> None:
     buffer.params.append(nn.Parameter(torch.zeros(2)))
 
 
+def _without_a_master_on_rank_1(run: Run) -> None:
+    for params, masters in zip(_own(run).model_float16_groups, _own(run).shard_fp32_from_float16_groups, strict=True):
+        for index in [i for i, param in enumerate(params) if isinstance(param, QuantizedWeight)][: dist.get_rank()]:
+            del params[index], masters[index]
+
+
 # What happens to a run before it is attached, and the error.
 REFUSED: dict[str, tuple[Callable[[Run], object], str]] = {
     "attached already": (_attach, "RuntimeError: .* is attached already"),
@@ -247,6 +253,10 @@ REFUSED: dict[str, tuple[Callable[[Run], object], str]] = {
     "another shape of chunk": (
         lambda run: setattr(run, "ddp", nn.Linear(2, 2)),
         "RuntimeError: 'Linear' object has no attribute 'bucket_groups': this megatron-core has an API that",
+    ),
+    "a master is missing": (
+        _without_a_master_on_rank_1,
+        r"ValueError: no rank of its group owns some elements of module.layers.\d.weight: build the optimizer again",
     ),
     "a tensor of others": (_add_a_tensor_of_others, "TypeError: .* is in a byte buffer and is a Parameter"),
 }
