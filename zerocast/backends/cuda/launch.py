@@ -45,7 +45,7 @@ def addresses(tensors: Sequence[Tensor]) -> int:
     """
     if not tensors:
         return 0
-    values = tuple([tensor.data_ptr() for tensor in tensors])
+    values = tuple(map(Tensor.data_ptr, tensors))
     lists = _kept_on(tensors[0], "_zerocast_addresses")
     if values not in lists:
         on_host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
