@@ -330,7 +330,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # without any gradient here.
         self._reducer.finish()
         self._untrained.after_steps(self._steps)
-        self._warn_of_codes()
+        if self._begun_from_codes:
+            self._warn_of_codes()
         averaged, problem = "", None
         try:
             self._check_parameters_are_listed()
@@ -347,7 +348,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _warn_of_codes(self) -> None:
         """Warn before the first step if FP32 masters of an earlier optimizer were left behind."""
-        if self._begun_from_codes and self._group.rank == 0:
+        if self._group.rank == 0:
             logger.warning(
                 "the masters of %d quantized weights of a %s, the first is %s, began as the values of their codes, without the "
                 "FP32 values that an earlier optimizer or plan had: load its state before the first step, or use that optimizer",
