@@ -137,6 +137,9 @@ OTHERS = (
     PrivateName(
         "_disable_dynamo", "torch", "keep steps out of graphs", "torch.compiler.disable, once it imports no compiler"
     ),
+    PrivateName("_dynamo", "torch._C", "compile no inside of a product by itself", "a frame that the compiler skips"),
+    PrivateName("_FrameAction", "torch._C._dynamo.eval_frame", "the same", "a frame that the compiler skips"),
+    PrivateName("_FrameExecStrategy", "torch._C._dynamo.eval_frame", "the same", "a frame that the compiler skips"),
     PrivateName("_optimizer_state_dict_pre_hooks", "", "run the hooks of states by name", "a call that runs them"),
     PrivateName("_optimizer_state_dict_post_hooks", "", "run the hooks of states by name", "a call that runs them"),
     PrivateName("_optimizer_load_state_dict_pre_hooks", "", "run the hooks of states by name", "a call that runs them"),

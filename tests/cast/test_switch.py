@@ -133,6 +133,26 @@ def test_compiled_products_are_compiled_again():
         assert torch.equal(compiled(x, weight), torch.nn.functional.linear(x, weight)), fmt
 
 
+@pytest.mark.parametrize("late", ["identity", "mxfp8"])
+def test_a_compiled_sequential_is_switched(late: str) -> None:
+    """torch compiles no function of its own modules, and must not compile the inside of their products in place of these."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    zerocast.quantize_(model, {"*.weight": "nvfp4"}, dtype=torch.bfloat16)
+    model.bfloat16()
+    optimizer = zerocast.ZeroAdamW(model.named_parameters())
+    model.compile(backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    for recipe in ("nvfp4", late, "nvfp4"):
+        zerocast.switch(optimizer, Recipe({}, default=recipe))
+        y = model(x)
+        assert torch.equal(y, model.forward(x)), recipe
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def _with_storage() -> CastPlan:
     weight, storage = QuantizedWeight.empty(SHAPE, "fp8_current"), torch.zeros(NUMEL, dtype=torch.uint8)
     return CastPlan([weight], [masters(0)], [0], ONE_PROCESS, fsdp_shard_model_weights=[storage])

@@ -516,3 +516,19 @@ def define(op: Any, handler: Callable[..., Any]) -> None:
 def define_function(function: Any, handler: Callable[..., Any]) -> None:
     """Register the handler of a torch function that never becomes an operator, such as a setter."""
     _FUNCTIONS[function] = handler
+
+
+def _keep_out_of_frames() -> None:
+    """Let torch.compile run products that it does not trace as they are.
+
+    Within a compiled call it compiles each Python function that is called, except those of torch.
+    So of a module of torch that was compiled by itself, such as an `nn.Sequential`, it would
+    compile the inside of each product in place of the module.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    strategy = dynamo._FrameExecStrategy(skip, skip)
+    dynamo.set_code_exec_strategy(QuantizedWeight.__torch_function__.__func__.__code__, strategy)
+
+
+_keep_out_of_frames()
