@@ -528,7 +528,8 @@ def _keep_out_of_frames() -> None:
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     strategy = dynamo._FrameExecStrategy(skip, skip)
-    dynamo.set_code_exec_strategy(QuantizedWeight.__torch_function__.__func__.__code__, strategy)
+    function: Any = QuantizedWeight.__torch_function__
+    dynamo.set_code_exec_strategy(function.__func__.__code__, strategy)
 
 
 _keep_out_of_frames()
