@@ -141,19 +141,18 @@ def memory_of_lists(lists: Iterable[Sequence[Tensor]]) -> list[Memories]:
     of one dtype. A stage has up to nine lists, and several stages run in a step, so one call
     describes all.
     """
-    return [(list(map(Tensor.data_ptr, tensors)), dtype_of(tensors), list(map(nbytes, tensors))) for tensors in lists]
-
-
-def dtype_of(tensors: Sequence[Tensor]) -> str:
-    """Return the dtype of contiguous tensors of one dtype, "" if there are none."""
-    if not tensors:
-        return ""
-    if not all(map(Tensor.is_contiguous, tensors)):
-        raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
-    dtype, *others = set(map(_dtype, tensors))
-    if others:
-        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
-    return DTYPES[dtype]
+    described: list[Memories] = []
+    for tensors in lists:
+        if not tensors:
+            described.append(([], "", []))
+            continue
+        if not all(map(Tensor.is_contiguous, tensors)):
+            raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
+        dtype, *others = set(map(_dtype, tensors))
+        if others:
+            raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
+        described.append((list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))))
+    return described
 
 
 nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")

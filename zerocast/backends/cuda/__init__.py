@@ -24,7 +24,7 @@ from zerocast.backends.cuda.launch import (
     stream_of,
     work,
 )
-from zerocast.backends.extension import DTYPES, dtype_of, memory, memory_of_lists, why_no_kernels
+from zerocast.backends.extension import DTYPES, memory, memory_of_lists, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -41,7 +41,8 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
-    return addresses(tensors), dtype_of(tensors) or "float32"
+    ((_, dtype, _),) = memory_of_lists((tensors,))
+    return addresses(tensors), dtype or "float32"
 
 
 # How each kind of argument is passed to the extension.
