@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast.backends import checks
 from zerocast.distributed.late_copy import LateCopies
 
-# Options of torch.optim.AdamW that this update has with one value only.
+# Options of torch.optim.AdamW that this update supports with these values only.
 FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 # The hyperparameters by column, each with its exclusive upper bound.
 COLUMNS = {"lr": math.inf, "weight_decay": math.inf, "beta1": 1.0, "beta2": 1.0, "eps": math.inf}

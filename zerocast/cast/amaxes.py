@@ -57,8 +57,8 @@ class AmaxLayout(Generic[Weight]):
         offsets: the offsets of the rowwise amaxes of a weight, and of its columnwise amaxes if it
             has a separate columnwise grid.
         flag_of: the offset of a weight's flag.
-        shared: the offset of the tensor amax of a weight whose amaxes are a group's, of several
-            weights or of this one only.
+        shared: the offset of the reduced tensor amax of a weight. Weights of a group have one
+            offset; a weight that shares its amax with no other may be a group by itself.
         flags: all flags.
         boundary: the elements next to odd boundaries, four numbers for each.
         call: the numbers that `begin` keeps, since they are written before it: a digest of the call
@@ -72,9 +72,10 @@ class AmaxLayout(Generic[Weight]):
         self.flag_of: dict[Weight, int] = {}
         self.shared: dict[Weight, int] = {}
         self.flags = self.boundary = self.call = self.reduced = Span(0, 0)
-        # The amaxes of groups, one group behind another: where each begins, and where all end.
+        # The offset at which the amaxes of each group begin, and the offset at which the last group
+        # ends.
         self.group_bounds = [0]
-        # One element per group, where its largest amax is reduced.
+        # The elements in which the largest amax of each group is reduced.
         self.maxima = Span(0, 0)
         # (offset, maximum): offsets that receive the reduced maximum of their group.
         self.receivers: list[tuple[int, int]] = []
@@ -291,12 +292,13 @@ class SplitBlocks:
 def layout_of_plan(
     shards: Sequence[MasterShard], indices: Sequence[int], cut: SplitBlocks, is_stepped: bool, compares_calls: bool
 ) -> AmaxLayout[int]:
-    """Lay out the amaxes of the weights at these `indices`, as the head of this file draws it.
+    """Lay out the amaxes of the weights at these `indices`, as in the drawing at the top of this
+    file.
 
     Args:
         shards: of all weights of a plan.
-        indices: of those that any rank has a master of.
-        cut: the blocks and bytes of them that ranks share.
+        indices: the indices of the weights that any rank has a master of.
+        cut: the block rows and bytes of these weights that ranks share.
         is_stepped: True if casts take optimizer steps, so that every weight has a flag.
         compares_calls: True if there are several ranks, whose calls are compared where there are
             amaxes or flags to reduce.
@@ -434,8 +436,9 @@ class BoundaryElements:
         shards: of all weights of a plan.
         shared_bytes: the bytes that two ranks share.
         rank: this rank.
-        numbers: its part of the buffer, four for each byte: the two elements of all bytes, -Inf
-            from ranks that do not own them, then for each of them whether it is NaN.
+        numbers: the part of the buffer for these elements. First the two elements of each byte,
+            which are -Inf on ranks that do not own them, then a flag for each element, 1 if it is
+            NaN.
     """
 
     def __init__(

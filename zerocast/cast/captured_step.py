@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class CapturableStep(abc.ABC):
-    """The parts of an optimizer's step, of which a CUDA graph repeats the device's."""
+    """A step in parts: a CUDA graph replays the device's part, and the CPU does the rest."""
 
     @abc.abstractmethod
     def prepare(self) -> Any:
         """Do the CPU's part before the device's.
 
         Returns a description of the memory that the device's part reads and writes, for
-        `has_same_memory`. None if this rank takes no step. A rank that takes none, and one that
-        raises, has then taken part in the collectives of the others, unless all of them raise.
+        `has_same_memory`. None if this rank takes no step. A rank that returns None or raises has
+        taken part in the collectives of the ranks that step, unless all ranks raise.
         """
 
     @abc.abstractmethod
@@ -40,16 +40,16 @@ class CapturableStep(abc.ABC):
         """
 
     def rehearse(self) -> Any:
-        """Run the device's part with nothing changed, since some memory and kernels are only made
-        at their first use. Returns the description of `prepare`. None if only a step can show the
-        memory. Collective.
+        """Run the device's part without changing a master or a weight, because some memory and
+        kernels are only made at their first use. Collective. Returns the result of `prepare`, or
+        None if the optimizer cannot rehearse, so that its first call must be an ordinary step.
         """
         return None
 
     @abc.abstractmethod
     def step_without_graph(self) -> Any:
-        """Take the step that was prepared, with the collectives of a replay. Returns the
-        description of `prepare`: a next step in that memory can be recorded.
+        """Take the step that was prepared, with the collectives of a replay. Returns the result of
+        `prepare`. The next step can be recorded if it uses the same memory.
         """
 
     @property

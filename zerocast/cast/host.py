@@ -1,4 +1,5 @@
-"""CastDriver: the casts of a training framework (a host). Host: the facts by which one is driven.
+"""CastDriver: casts the masters of a training framework (a host). Host: what the driver knows about
+that framework.
 
 A CastDriver casts after a step, or from masters that were written by hand, gathers, finds masters
 that were moved, and shows the masters to `zerocast.verify`. ZeroAdamW, Megatron, Apex and the
@@ -112,9 +113,9 @@ class Host:
             that may hand its weights over to any other.
         group: the ranks that share the masters.
         weights: the quantized weights, the same list on every rank.
-        masters: for each weight, the contiguous FP32 master of the elements that this rank owns, on
-            the weights' device or in CPU memory, the host's own tensor, which is followed to
-            different storage; None where it owns none.
+        masters: for each weight, the contiguous FP32 master of the elements that this rank owns;
+            None where it owns none. These are the host's own tensors, on the weights' device or in
+            CPU memory. The host may move them to different storage.
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
         gather: all-gathers the bytes of a cast.
@@ -126,10 +127,10 @@ class Host:
         claim: the owner's claim on the weights; None to let the driver take it.
         live_weight: returns the weight at an index as the model reads it now, if that may be a
             different object from the one in `weights`. None otherwise.
-        raises_together: as CastPlan takes it, for the debug mode of a host that starts its gathers
-            itself, in which a rank that raised alone would be missing.
+        raises_together: as CastPlan takes it. A host that starts its gathers itself sets it in
+            debug mode, so that no rank raises alone and is missing from the next gather.
         is_saved_by_autograd: True if autograd functions of the host save weights for a backward
-            pass. They notice a cast by the version counter.
+            pass. The version counter of a weight then shows them that it was cast since.
     """
 
     owner: str | None
