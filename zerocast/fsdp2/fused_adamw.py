@@ -269,8 +269,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def prepare_or_join_collectives(self) -> object:
-        """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
-        the collective of the others.
+        """Prepare a step and return the result of `prepare`. If this rank takes no step, it takes
+        part in the collective of the step that other ranks take.
 
         If it raises a RuntimeError, the other ranks may step and cast. If this rank continues, it
         casts too, and all raise at the next gather.
@@ -316,15 +316,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def capture(self) -> CapturedStep:
-        """Return `step()` and the cast that follows it as one CUDA graph, to be called in place of
-        `step()`.
+        """Return a function to call in place of `step()`: the step and its cast as one CUDA graph.
 
-        All ranks call it, and then all ranks call that; the gradients are reduced and clipped by
-        then. Its first call is an ordinary step, its second one records. Schedulers, ordinary
-        steps in between, loading and evaluation stay as they are: learning rates are read at every
-        call, whether tensors or numbers. It takes no closure and runs no step hooks, and no hook of
-        a gradient calls it. Raises RuntimeError for parameters that are not on a CUDA device, and
-        for other backends than cuda.
+        All ranks call `capture`, and later the function, after gradients were reduced and clipped.
+        The first call of the function is an ordinary step, the second one records the graph. Every
+        call reads the learning rates, numbers or tensors, so schedulers work as usual. So do
+        ordinary steps in between, loads and evaluation. The function takes no closure, runs no step
+        hooks and cannot be called from a gradient's hook. Raises RuntimeError for parameters that
+        are not on a CUDA device, and for other backends than cuda.
         """
         validity_of(self).check(Use.STEP)
         device = self.param_groups[0]["params"][0].device
@@ -349,8 +348,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         self._bind()
         for validity in self.validities:
-            # Of masters too, which another optimizer may have left partial: a step would be taken
-            # for the write that completes them.
+            # Masters are checked too: if another optimizer has left them partial, this step would
+            # count as the write that completes them.
             validity.check(Use.STEP)
         try:
             for group in self.param_groups:
@@ -666,8 +665,9 @@ class CapturableFusedStep(CapturableStep):
         return places
 
     def _cast_as_others(self) -> None:
-        """Cast for a captured step that this rank does not take: the graphs of the others cast."""
-        # Of all parameters, since none of them may have a gradient on this rank.
+        """Cast because the captured step of the other ranks does, which this rank does not take."""
+        # The models of all parameters, because it can be that no parameter has a gradient on this
+        # rank.
         for manager in managers_behind(p for group in self._optimizer.param_groups for p in group["params"]):
             if manager.plan.has_peers:
                 manager.make_due(self._optimizer)
@@ -679,8 +679,8 @@ class CapturableFusedStep(CapturableStep):
 
     @property
     def must_step_without_graph(self) -> bool:
-        """True if the cast finds first scales of delayed scaling, which takes the host, or has
-        something to report to other replicas that the graph does not have.
+        """True if the cast computes the first scales of delayed scaling, which needs the CPU, or if
+        this replica has casts of its own to report, which a graph cannot.
         """
         return any(manager.plan.must_seed or manager.plan.casts_apart for manager in self._optimizer.managers)
 

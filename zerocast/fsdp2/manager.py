@@ -292,8 +292,8 @@ class CastManager:
         disagreed in any gather so far or if masters were NaN or Inf in a cast that was gathered.
         Waits for the device.
         """
-        # Headers first, or a rank that raises for its own masters keeps them, and raises again by
-        # itself once the masters were put right.
+        # Headers are read first. Otherwise a rank that raises for its own masters would keep its
+        # unread headers, and raise alone once its masters are right again.
         self.plan.status.check()
         self.plan.validity.check(use)
         self.plan.status.check_finite()

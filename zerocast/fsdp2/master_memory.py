@@ -153,5 +153,7 @@ def _versions(tensors: Sequence[Callable[[], Tensor | None]]) -> list[int]:
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """Return the tensor, or one that never changes if autograd counts no writes to this one."""
+    """Return the tensor whose version counter to read: an inference tensor has none, so a constant
+    tensor replaces it.
+    """
     return _uncounted if tensor.is_inference() else tensor

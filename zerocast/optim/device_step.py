@@ -125,7 +125,7 @@ class CapturableZeroStep(CapturableStep):
         parts: returns the current DeviceStep of the optimizer, and the weights, which are cast and
             gathered.
         prepare, finish: the optimizer's part of a step on the CPU, before and after the device's.
-        max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
+        max_norm: as in `clip_grad_norm_`. With None the step clips nothing by itself.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class CapturableZeroStep(CapturableStep):
 
     def step_without_graph(self) -> StepMemory:
         """Take the step by launches of its parts."""
-        # Of before the step: what the step allocates has been used by none before, and no graph may
+        # Read before the step. Memory that the step allocates has never been used, and no graph may
         # record the first use of a table.
         memory = self._memory()
         with self.launch_context():

@@ -131,14 +131,14 @@ class GradientReducer:
         self._thread = 0
         # The number of rounds that have run since `reset`.
         self._rounds = 0
-        # The number that must have run before a step, as far as this rank knows: one more than when
-        # no_sync last began, 0 without no_sync.
+        # The number of rounds that must have run before a step, as far as this rank knows: one more
+        # than had run when no_sync last began, 0 without no_sync.
         self._needed = 0
         # The largest number of rounds of any rank when no_sync first began, int64[1]. It is
         # exchanged in a separate group, which has no order with the reductions: a rank that lacks a
         # round sends its number before that round, and the others after it.
         self._question: tuple[Tensor, Flight] | None = None
-        # Whether ranks have exchanged it since `reset`.
+        # True once ranks have started that exchange, since `reset`.
         self._has_asked = False
         self._asking_group = group.cpu_twin()
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")

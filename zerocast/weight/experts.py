@@ -266,7 +266,7 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.transpose: transpose,
     torch.Tensor.transpose: transpose,
     torch.Tensor.mT.__get__: lambda weight: weight.transposed(),  # type: ignore[attr-defined]
-    # What the compiler of torch 2.15 makes of it.
+    # The compiler of torch 2.15 replaces `Tensor.mT` by this operator.
     torch.ops.aten.mT: lambda weight: weight.transposed(),
     torch.bmm: bmm,
     torch.Tensor.bmm: bmm,

@@ -1,15 +1,16 @@
 """GatheredOperands: the operands that products read in place of the codes of weights that are
 gathered together, made for all of them by one launch.
 
-These are columnwise copies, and the operands in FP8 of formats that are exact there. A product
-needs its own for as long as it runs. Made one at a time they cost a step's CPU a call and a GPU a
-launch for each weight. So the first product that asks has all of them made, for the weights that
-were asked for last time. Each is given to one product, which then owns it: a compiled graph may
-write into it. They take at most one byte per element of one gather's weights, and never outlive the
-gathered codes (`end_round`).
+An operand is a columnwise copy of a weight, or its FP8 values if its format is exact in FP8. A
+product needs its operand only while it runs, but making operands one at a time costs a CPU call and
+a GPU launch for each weight. So the first product that asks makes the operands of all weights whose
+operands were used in the last round. Each operand is given to one product, which then owns it: a
+compiled graph may write into it. Operands take at most one byte per element of one gather's
+weights, and never outlive the gathered codes (`end_round`).
 
-A product finds them by the offset of the codes that it reads in their storage. A compiled graph has
-nothing else: it passes plain tensors, and weights of equal layers share a graph.
+A product finds its operand by the storage of the codes that it reads and their offset there. A
+compiled graph knows nothing else of a weight: it passes plain tensors, and equal layers share a
+graph.
 """
 
 import operator
@@ -26,7 +27,7 @@ from zerocast.formats import Block, Columnwise, FormatSpec
 from zerocast.formats.memory import check_storage
 from zerocast.weight.state import WeightState
 
-# (codes, scales): of a weight with one scale per tensor that serves both directions, no scales.
+# (codes, scales). The scales are empty if one scale per tensor serves both directions.
 Operand = tuple[Tensor, Tensor]
 
 # (reference to GatheredOperands, index of the weight) of gathered codes. `type(None)` is called
