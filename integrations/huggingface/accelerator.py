@@ -104,9 +104,9 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer like accelerate. The state of one of zerocast's stays on its device,
-        and FusedAdamW is not asked for its state, for which it would make moments of parameters
-        that are still to be sharded.
+        """Prepare an optimizer like accelerate, but leave the state of zerocast's optimizers where
+        it is. Moving the state would also make FusedAdamW allocate moments before its parameters
+        are sharded.
         """
         self._owners_checked = False
         is_ours = isinstance(optimizer, ZeroOptimizer | fsdp2.FusedAdamW)

@@ -26,7 +26,7 @@ from zerocast.optim.pretrained import names_in
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 META, FOLDER = "lightning.ckpt", "zerocast"
-# The key in `lightning.ckpt` of a text that the folder next to it has too.
+# The key in `lightning.ckpt` of an id that the `zerocast` folder of the same save has too.
 SAVE_ID = "zerocast_save_id"
 
 

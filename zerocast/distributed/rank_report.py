@@ -234,7 +234,7 @@ class CastReports:
         flags = len(self._names)
         for copy in unread:
             numbers = copy.tolist()
-            # One process that has nothing to say, as in most casts, has nothing to compare.
+            # All zeros, as in most casts of one process: there is nothing to compare.
             if any(numbers):
                 self._compare(numbers[:flags], numbers[flags:])
 

@@ -111,7 +111,8 @@ class EngineSender:
                 try:
                     self._hand_over(message)
                 except Exception as error:
-                    # The other ranks read on, and so must this one, since messages are collective.
+                    # Making messages is collective, so this rank must continue to read them after
+                    # an error.
                     failure = error
         self._together(lambda: self._finish(failure), "a refit")
         self._is_current = True
@@ -143,7 +144,7 @@ class EngineSender:
         except Exception as error:
             if OPEN not in str(error):
                 raise
-            # Of a trainer that died, or of this one.
+            # The open refit is of a trainer that died, or an earlier one of this trainer.
             self._close_refit()
             self._client.init_weight_transfer_engine(info)
 
@@ -155,7 +156,7 @@ class EngineSender:
         try:
             self._client.finish_weight_update()
         except Exception as error:
-            # Ranks on which it is closed already say so.
+            # Ranks of the engine on which the refit is closed already raise.
             logger.debug("the engine closed a refit: %s", error)
 
     def _hand_over(self, message: Message) -> None:

@@ -53,9 +53,9 @@ def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
     """Compute a number of 64 bits from every byte of a span of concatenated tensors, which are
     contiguous, and from the position of the byte in the span.
 
-    It takes memory for a chunk, of several tensors a copy and of one none: on a CPU 1 MiB, and as
-    much twice for its sum, which then stay in the cache, and 256 MiB on a GPU, where each chunk
-    costs some launches. The host waits for the device.
+    The span is read in chunks. On a CPU a chunk has 1 MiB, so that it and the two temporaries of
+    its sum stay in the cache. On a GPU it has 256 MiB, because each chunk costs some launches. The
+    host waits for the device.
     """
     device = _device(tensors)
     total = torch.full((), span.numel, dtype=torch.int64, device=device)
