@@ -138,7 +138,7 @@ class Bench:
         return torch.cat([*parts, torch.full((9,), 7.0)]).to(self._packed_dtype)
 
     def run(self, stage: str, backend: str, skip: Tensor | None = None) -> dict[str, list[Tensor]]:
-        """One stage on fresh arenas; every tensor that it was given, afterwards."""
+        """Run one stage on fresh arenas, and return their tensors as the stage has left them."""
         on = {name: arena.bases() for name, arena in self.arenas.items()}
         packed = self.packed(reduced=stage != "partial_amax")
         fmt, function = self.fmt, devices.stage(backend, stage)

@@ -57,7 +57,7 @@ class Case:
         return state | {"groups": groups, "packed": self.bench.packed(reduced=False)}
 
     def run(self, backend: str, skip: Tensor | None = None) -> dict[str, Any]:
-        """The stage in one call; all that it was given, afterwards."""
+        """Run the stage once, and return its inputs by name, as the stage has left them."""
         given = self.inputs()
         rows, clip = torch.from_numpy(scalars()), torch.tensor([self.clip])
         stage, state = devices.stage(backend, self.stage), [given[name] for name in FIELDS]

@@ -70,7 +70,9 @@ def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
 @pytest.mark.long_interpreted
 @pytest.mark.parametrize("fmt", casts.FORMATS)
 def test_spans_that_begin_late(backend_anywhere: str, fmt: str) -> None:
-    """In narrow weights one lane of a warp goes element by element beside others that do not, on aligned data."""
+    """In a narrow weight one lane of a warp may process single elements while other lanes process
+    aligned vectors.
+    """
     shape = (128, 96)
     for start in (1, 2, 3, 4, 8, 97):
         weight = Weight(fmt, shape, ((start, math.prod(shape)),), content="wide", seed=start)

@@ -22,7 +22,7 @@ def targets() -> list[str]:
 
 
 def disassembler() -> str:
-    """That of the CUDA toolkit, or the one that comes with Triton."""
+    """Return the path of cuobjdump, from the CUDA toolkit or from Triton."""
     found = shutil.which("cuobjdump")
     if found is None:
         triton = pytest.importorskip("triton", reason="neither a cuobjdump nor Triton, which brings one")
@@ -96,11 +96,12 @@ def memory_accesses_of_callees(code: str) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [target for target in COMPILED if target != "80"])
 def test_nothing_is_called_but_arithmetic(target: str) -> None:
-    """Our own functions are in line.
+    """All functions of the kernels are inlined; only divisions and square roots are called.
 
-    ptxas 13.0 keeps what all lanes share in registers of the warp across a call that only some of them make, and what they call
-    overwrites it: the others then wrote to wild addresses. The divisions and roots that it calls itself it knows better. For
-    sm_80 it also comes back from shuffles by what is written as a call.
+    ptxas 13.0 keeps values that all lanes share in uniform registers across a call that only some
+    lanes make. The called function overwrites these registers, and the other lanes then wrote to
+    wild addresses. The divisions and roots that ptxas itself calls are safe. For sm_80 it also
+    writes the return from a shuffle as a call, so that target is left out.
     """
     assert not list(memory_accesses_of_callees(machine_code(target)))
 

@@ -1,7 +1,7 @@
-"""What the extension is told of a tensor is compared with what a stage touches: too few bytes, another dtype, freed memory
-and rows of a table that point elsewhere are errors before any byte is touched.
+"""The extension compares the tensors that it is given with the bytes that a stage accesses. Too few
+bytes, another dtype, freed memory and table rows that point outside are errors before any access.
 
-Every call is one that a cast has made, with one thing in it changed.
+Every case is a recorded call of a cast with one argument changed.
 """
 
 import itertools

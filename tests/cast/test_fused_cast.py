@@ -128,8 +128,9 @@ def test_a_cast_does_not_wait_for_the_device() -> None:
 
 
 def test_each_master_is_read_by_one_op() -> None:
-    """Up to the cast, none measures amaxes again. Of formats with local scales one op reads the block rows that no cut divides,
-    and writes their codes too, and one the others.
+    """Until the cast no other op measures amaxes. For formats with local scales one op reads
+    complete block rows and writes their codes, and another op reads the block rows that a boundary
+    splits.
     """
     cases = tuple(Weight(fmt, (288, 64), ((5, 18001),), seed=i) for i, fmt in enumerate(casts.FORMATS))
     trainee = Trainee(cases, 0, seed=1)

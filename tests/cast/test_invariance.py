@@ -35,7 +35,9 @@ def test_every_format_in_one_plan(ranks: Ranks, world: int, seed: int) -> None:
 
 @pytest.mark.parametrize("nominal", casts.NOMINAL)
 def test_two_owners_of_a_byte(ranks: Ranks, backend: str, nominal: torch.dtype) -> None:
-    """Odd NVFP4 cuts, with all that can lie beside them: each owner writes the other's element as the other does."""
+    """Both owners of a byte at an odd NVFP4 boundary write the same byte, for all special values
+    next to it.
+    """
     cuts = (0, 1, 2, 5, 259, 16 * 32)
     spans = tuple(zip(cuts, cuts[1:], strict=False))
     cases = tuple(Weight("nvfp4", (16, 32), spans, nominal, content, seed) for content in CONTENTS for seed in (2, 3))

@@ -29,7 +29,9 @@ def fuzz(seconds: float, cases: SearchStrategy[Any], check: Callable[[Any], None
 
 
 def refuses(call: Callable[[], Any]) -> str | None:
-    """What a call says when it raises as it may; None when it does not raise. Anything else it raises goes on."""
+    """Return the message of an error that the call is allowed to raise, or None. Other errors
+    propagate.
+    """
     try:
         call()
     except SAID as error:

@@ -142,7 +142,7 @@ def kept_in_bf16() -> int:
 def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     fmt: str, preference: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a torch that does not say while it compiles that it does (2.11)."""
+    """`is_compiling` is patched because torch 2.11 returns False there while it compiles."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     most_kept = kept_in_bf16()
     x, model = torch.randn(ROWS, WIDTH).to(BF16), built(fmt, on_demand)
@@ -201,7 +201,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_products_of_blocks_are_one_op_each(fmt: str, weight_gradients: str, backend: str) -> None:
-    """It takes the buffers that it multiplies, and the strides that the operator needs pass through the compiler."""
+    """The op takes the buffers that it multiplies, and the compiler keeps the strides that it
+    needs.
+    """
     x, model = torch.randn(200, WIDTH).to(BF16), built(fmt)
     with gemm.use(weight_gradients=weight_gradients):
         expected = run(model, x)

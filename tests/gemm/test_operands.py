@@ -1,4 +1,4 @@
-"""One quantization of an input serves all products that read it, and no longer than its bytes stand."""
+"""All products of an input share one quantization of it, until the input is written."""
 
 import gc
 from collections.abc import Iterator

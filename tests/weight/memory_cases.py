@@ -145,7 +145,7 @@ def shrunk_under_optimizer(name: str) -> None:
 
 
 def kept() -> Iterator[tuple[str, Case]]:
-    """Memory that was taken away, or that is other memory, after a plan was built."""
+    """Yield the cases in which memory is freed, shortened or replaced after a plan was built."""
     for fmt in FORMATS:
         weight = QuantizedWeight.empty(SHAPE, fmt)
         names = [name for name, buffer in weight.state.buffers.items() if buffer is not None]

@@ -104,7 +104,7 @@ def test_each_operand_belongs_to_one_product() -> None:
 
 
 def test_another_gather_makes_the_operands_again() -> None:
-    """Those that nobody had asked for are of bytes that are no more."""
+    """Operands that no product has taken were made from the overwritten bytes."""
     weights = weights_of(FP8_BLOCK)
     operands = operands_of(weights)
     for _ in range(2):

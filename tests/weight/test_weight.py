@@ -179,7 +179,9 @@ def cast(seed: int, fmt: str = "nvfp4") -> nn.Parameter:
 
 @pytest.mark.filterwarnings("ignore:This overload:UserWarning")  # of arguments that torch calls deprecated
 def test_every_in_place_method_raises() -> None:
-    """Whatever torch has: without arguments that fit it raises for those, with them for what it is."""
+    """Every in-place method raises: for its arguments if none here fit it, else because it writes a
+    QuantizedWeight.
+    """
     weight, other = cast(0), cast(1)
     before = casts.bytes_of(weight)
     index = torch.zeros(SHAPE, dtype=torch.int64)
