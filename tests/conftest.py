@@ -134,7 +134,7 @@ def skip_reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
 
 
 def unexpected_skips(reporter: pytest.TerminalReporter) -> Counter[str]:
-    """Return those of them that `--expect-skips` does not allow; none without that option."""
+    """Return the skips that `--expect-skips` does not allow, by reason. Empty without that option."""
     expected = reporter.config.getoption("--expect-skips")
     if expected is None:
         return Counter()

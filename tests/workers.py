@@ -60,8 +60,9 @@ context.set_forkserver_preload(_preloaded)
 
 
 def preload(module: str) -> None:
-    """Fork the ranks with `module` imported as well; before the first of them starts. Not where there is a GPU: hosts ask whether
-    there is one as they are imported, and a process that was forked from one that asked cannot use it.
+    """Import `module` before the first rank is forked, so that all ranks have it. Does nothing on a
+    machine with a GPU: hosts look for a GPU when they are imported, and a process that is forked
+    after that cannot use CUDA.
     """
     import torch
 

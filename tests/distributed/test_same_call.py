@@ -211,7 +211,7 @@ def test_one_rank_cannot_cast(ranks: Ranks) -> None:
 
 
 def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
-    """There it raises alone, and the others with it at the next cast."""
+    """The rank raises alone on a GPU. At the next cast all ranks raise."""
     problem = "weight 0 (nvfp4 (32, 32) torch.bfloat16): the master is torch.float64"
     first, second, third = ranks(3)(one_rank_cannot_cast, True)
     assert first == third

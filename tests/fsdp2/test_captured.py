@@ -180,7 +180,7 @@ def test_what_has_changed_is_recorded_again(ranks: Ranks) -> None:
 
 
 def test_what_has_changed_on_one_rank(ranks: Ranks) -> None:
-    """The other one has one graph, which it replays meanwhile."""
+    """The other rank replays its only graph while rank 1 records another."""
     assert ranks(2)(after_changes, OF_ONE_RANK, [1]) == [[1, 1, 1], [2, 2, 2]]
 
 

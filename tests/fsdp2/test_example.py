@@ -71,7 +71,9 @@ def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, para
 
 
 def mesh_of(config: TrainConfig) -> Any:
-    """The ranks with which this one shards, those with which it has the same shard, and how long their groups wait; or why not."""
+    """Return the ranks of this rank's shard and replica groups with the timeouts of the groups, or
+    the error.
+    """
     try:
         mesh = fsdp2._mesh(config, torch.device(models.place()))
     except ValueError as error:

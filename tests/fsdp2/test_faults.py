@@ -1,4 +1,4 @@
-"""Under FSDP2: a rank that cannot cast, steps on one rank alone, a load that broke off."""
+"""Faults under FSDP2: a rank that cannot cast, a step on one rank only, a load that failed partway."""
 
 import contextlib
 import itertools

@@ -201,8 +201,8 @@ def test_detours_change_nothing(ranks: Ranks, reshard: bool) -> None:
 
 
 def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) -> tuple[list[str], dict[str, str], int]:
-    """Complaints over steps that hooks of gradients take, or one optimizer after them; what was
-    learnt, and the number of casts.
+    """Train by optimizers that step in gradient hooks (`within`), or by one optimizer. Return the
+    errors, digests of the masters, and the number of casts.
     """
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
     optimizers = {p: make([(name, p)], lr=1e-2) for name, p in model.named_parameters()} if within else {}

@@ -1,5 +1,5 @@
-"""What a rank holds: masters and the bytes that it sends, what was gathered only while it is in
-use, and no more with time.
+"""The memory of a rank: masters and the bytes that it sends, and gathered bytes only while they are
+in use. It does not grow with time.
 """
 
 import gc

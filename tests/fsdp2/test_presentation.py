@@ -47,7 +47,9 @@ class Presenting(Presentation):
 
 @on_ranks(1, 2)
 def test_a_presentation_is_made_once_and_refilled() -> None:
-    """Shown at the first gather, filled at each later one, asked by `verify`; a format that it cannot take is no switch."""
+    """A presentation is made at the first gather, refilled by later gathers and read by `verify`. A
+    switch to a format that it does not support raises.
+    """
     net, made = models.Net(("fp8_block",), 32, 64), Presenting()
 
     def present(module: nn.Module, name: str, parameter: Tensor) -> Presenting | None:

@@ -1,5 +1,5 @@
-"""Replicas (HSDP) share no gather: what keeps one of them from going on is told to all, or the others would wait in the
-reduction of gradients, or go on with other masters.
+"""Replicas (HSDP) share no gather, so an error of one replica must be sent to all. Otherwise the
+others would wait in the reduction of gradients, or continue with different masters.
 """
 
 import contextlib

@@ -94,9 +94,10 @@ def went_on(run: HostUnderTest) -> list[str]:
 def at_operators(
     host: str, variant: str, where: str, samples: int | None, folder: str
 ) -> tuple[Counter[str], list[str]]:
-    """Memory runs out at some operators of a phase, before and after each; how often what was to be done, and what was wrong.
+    """Run out of memory before and after some operators of a phase. Return how often each outcome
+    occurred, and the failures.
 
-    Without a number of samples these are operators of every line of code that calls one.
+    Without `samples`, the operators cover every line of code that calls one.
     """
     with find(host).inside(variant):
         repeated, outcomes, wrong = Repeated(host, variant, folder), Counter[str](), list[str]()

@@ -75,7 +75,9 @@ def train(rank: int, world: int, backend: str, folder: str, host: str, place: Pl
 
 
 def die() -> NoReturn:
-    """All that was launched before is done, so that the other rank is stopped by what comes after this place."""
+    """End this process after all launched work is done, so that the other rank waits in the next
+    collective and in none before.
+    """
     if dist.get_backend() == "nccl":
         torch.cuda.synchronize()
     os._exit(DIED)

@@ -336,7 +336,9 @@ def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
 
 
 def of_all_ranks(answers: dict[str, str]) -> dict[str, str]:
-    """A use is silent where it is on one rank: one rank has the master of a small parameter, and its values differ there alone."""
+    """Count a use as silent if it is silent on any rank: a small parameter has its master on one
+    rank, and only that rank has different values.
+    """
     if not dist.is_initialized():
         return answers
     by_rank: list[dict[str, str]] = [{}] * dist.get_world_size()

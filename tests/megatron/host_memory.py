@@ -1,7 +1,8 @@
 """Two kinds of memory on a machine without a GPU, as optimizer CPU offload tells them apart by `is_cuda`.
 
-What `cpu()` and `pin_memory()` return lies on the host, and what is made of it; all else lies on a device. Copies between the two
-are real, so that one that nobody brings back is seen. A plan casts masters on the host as it does beside a GPU.
+Results of `cpu()` and `pin_memory()`, and tensors computed from them, count as host memory; all
+other tensors count as device memory. Copies between the two are real, so a missing copy back is
+detected. A plan casts host masters as it does with a GPU.
 """
 
 import contextlib

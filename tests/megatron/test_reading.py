@@ -87,7 +87,9 @@ def _slowed(method: Callable[..., None]) -> Callable[..., None]:
 
 @on_ranks(2)
 def test_a_gather_in_flight_is_none_of_the_next_cast() -> None:
-    """It brings bytes of before, or some of each, so that the next one is still to come."""
+    """A gather that begins before a cast brings old bytes, or a mixture of both, so the bytes of
+    the cast must be gathered again.
+    """
     with host():
         attached = Attached(Case(MIXED, overlap=True))
         attached.run.step(0)

@@ -8,10 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Within, operator number `at` raises torch.OutOfMemoryError: before it runs, or when it has done its work.
+    """While the mode is active, operator number `at` raises torch.OutOfMemoryError, before it runs
+    or after it has run.
 
-    Kernels allocate at their beginning; one that dies at the end has written and says that it did not. `count` is how many have
-    run. Operators that only look, views and the like, have memory of their own as well: their Python objects.
+    An operator that raises after it has run has written its results although it reports an error.
+    `count` is the number of operators that have run. Views are included, because their Python
+    objects need memory too.
     """
 
     def __init__(self, at: int, afterwards: bool = False) -> None:

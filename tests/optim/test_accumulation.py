@@ -136,7 +136,9 @@ def test_closure():
 
 
 class Tripled(torch.autograd.Function):
-    """Its backward writes into the gradient that it is given, which is also that of what was added to it."""
+    """Its backward writes into the incoming gradient, a tensor that autograd also passes to the
+    other operand of an addition.
+    """
 
     @staticmethod
     def forward(ctx, x):

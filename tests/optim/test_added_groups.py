@@ -251,7 +251,9 @@ def attached() -> nn.Parameter:
 @pytest.mark.parametrize("case", BAD_GROUPS)
 @on_ranks(0, 2)
 def test_groups_that_cannot_be(case: str, world: int) -> None:
-    """On one rank, and a proper one on others; nothing has changed, and another one can be."""
+    """One rank adds an impossible group, and the others a valid one: nothing changes, and a valid
+    group can be added later.
+    """
     kind = {"no name": "TypeError", "attached": "RuntimeError"}.get(case, "ValueError")
     trainer = Compared()
     groups = [dict(group) for group in trainer.optimizer.param_groups]

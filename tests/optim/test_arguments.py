@@ -199,7 +199,9 @@ def test_values_that_went_out_of_range(kind: str, key: str, value: Any) -> None:
 @pytest.mark.parametrize("bad_ranks", [[0, 1], [1]])
 @on_ranks(2)
 def test_values_out_of_range_are_told_to_all_ranks(kind: str, bad_ranks: list[int]) -> None:
-    """Also where one rank alone has them, which then sends its gradients to those that step matrices."""
+    """All ranks raise even if only one rank has the values; under Muon that rank still sends its
+    gradients to the owners.
+    """
     net = linear()
     optimizer = build(kind, net.named_parameters(), config=ZeroConfig(bucket_size=1))
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()

@@ -169,7 +169,9 @@ def test_an_exception_inside_restores():
 
 
 def interrupted(call: Any, at: int) -> bool:
-    """The call with Ctrl-C as the function number `at` of those that swap begins or ends; False if it has fewer."""
+    """Call with Ctrl-C at the beginning or end number `at` of the functions of a swap. Return False
+    if there are fewer.
+    """
     count = itertools.count(1)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:

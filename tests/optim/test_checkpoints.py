@@ -220,7 +220,8 @@ def test_damaged_files(ranks, tmp_path, damage):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
         damage(folder / "step_00000002" / name)
-        # A rank reads what the other one wrote; with the first file, one process reads what two have.
+        # On two ranks each reads a file that the other one wrote. The first file is read by one
+        # process instead.
         readers = ranks(2)(refuses, str(folder)) if number else [refuses(str(folder))]
         for said, step in readers:
             assert DAMAGE[damage] in said

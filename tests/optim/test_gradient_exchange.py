@@ -105,7 +105,9 @@ SMALL = 16 * 1024  # activations and scalars
 @pytest.mark.parametrize("bucket_layers", [1, 2])
 @on_ranks(*worlds(2, slow=(3,)))
 def test_a_step_holds_a_round_beside_the_shard(world: int, bucket_layers: int) -> None:
-    """What a round sends and what it gets; then what it got, and three tensors of the matrix that is stepped."""
+    """The exchange allocates what a round sends and receives. The step then needs the received
+    gradients and three tensors of the size of one matrix.
+    """
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     zerocast.quantize_(model, zerocast.Recipe({"*": "fp8_current"}))
     config = ZeroConfig(bucket_size=bucket_layers * WIDTH * WIDTH)

@@ -278,7 +278,9 @@ def test_a_full_state_is_copies() -> None:
 
 @on_ranks(2)
 def test_a_weight_whose_master_is_elsewhere() -> None:
-    """A weight that nobody trains, and one that only rank 1 lacks."""
+    """`full_state_dict` raises for a trainable weight without an optimizer, even if the weight
+    requires a gradient on rank 1 only.
+    """
     model = Around()
     first = [(name, p) for name, p in model.net.named_parameters() if name != "1.weight"]
     rank = dist.get_rank()

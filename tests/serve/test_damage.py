@@ -162,7 +162,9 @@ def test_forged_headers(name: str, in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", REFITS)
 def test_messages_in_another_order(name: str, in_place: bool) -> None:
-    """Each one lost, twice, at any other place; each followed by one of the refit before or of another run."""
+    """Lose, repeat and move every message, and follow it by a message of an earlier refit or of
+    another run.
+    """
     before, messages = REFITS[name]
     others = Recorded()
     for index, message in enumerate(messages):
@@ -203,7 +205,7 @@ def test_a_run_that_another_has_followed_is_over() -> None:
 
 
 def test_a_late_refit_while_another_is_under_way() -> None:
-    """It is refused, and the one that is under way goes on."""
+    """The late refit is refused, and the refit in progress continues."""
     receiver = accepted(at_refit(2), RECORDED.later[:2])
     with pytest.raises(RefitError, match="refit 1 arrived late or again"):
         accepted(receiver, RECORDED.full)

@@ -72,7 +72,9 @@ def fresh(steps: int) -> Loop:
 
 
 def _move_in_place(buffer: Tensor) -> None:
-    """To other memory, the same object; the old memory is kept, so that it is not handed out again."""
+    """Move a tensor object to new memory. The old memory stays referenced, so that it is not
+    allocated again.
+    """
     _OLD.append(buffer.detach().view(buffer.shape))
     buffer.data = buffer.detach().clone()
 

@@ -183,7 +183,9 @@ def test_weights_that_are_not_known(ranks: Ranks) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_padding_of_copies_is_nobodys() -> None:
-    """TransformerEngine leaves that of the copies that it makes as it was allocated."""
+    """TransformerEngine leaves the padding of columnwise scales uninitialized, so `verify` must
+    ignore it.
+    """
     run = Run(tuple(Weight(fmt, SHAPE, ((0, NUMEL),)) for fmt in ("fp8_block", "nvfp4")))
     block, nvfp4 = (tensor._columnwise_scale_inv for tensor in run.tensors)
     block[:, 1:], nvfp4[SHAPE[1] :] = 7.0, 7

@@ -81,7 +81,9 @@ class Disk:
             yield self.after(end, frozenset(lost) - {index})
 
     def after(self, end: int, lost: frozenset[int], draw: random.Random | None = None) -> Tree:
-        """What is there after `end` changes without those that are lost; of those, some may be there in part if drawn so."""
+        """Return the disk after the first `end` changes, without the `lost` ones. With `draw`, lost
+        changes may be there in part.
+        """
         nodes = {0: _Node({})}
         for path, index in self._names.items():
             if index:

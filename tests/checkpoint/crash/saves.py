@@ -262,7 +262,7 @@ def _forked(*arguments: Any) -> int:
 
 
 def _exit_code(process: int) -> int:
-    """Of a process that ends; -SIGALRM for one that hangs, which is killed."""
+    """Return the exit code of a process. A process that hangs is killed, and -SIGALRM returned."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         ended, status = os.waitpid(process, os.WNOHANG)

@@ -31,7 +31,9 @@ def trained() -> Trainer:
 
 
 def loads(source: Any, dtype: torch.dtype) -> list[str]:
-    """What differs between a trained optimizer that loaded, and one that was built on these values."""
+    """Return the differences between a trained optimizer that has loaded masters and one that was
+    built on the same values.
+    """
     trainer, wanted = trained(), values(SHAPES, dtype)
     optim.load_masters(trainer.optimizer, source)
     state = trainer.optimizer.state_dict()
