@@ -57,7 +57,7 @@ class MasterParameter(_WrapsPlain):
         master.plain = plain
         master.weight = weight
         # FSDP2 may replace the parameter by this one.
-        weight.host.plan.mark_rewrapped()
+        weight.manager.plan.mark_rewrapped()
         return master
 
     @property
@@ -100,7 +100,7 @@ class MasterParameter(_WrapsPlain):
     @property
     def master_owner(self) -> Any:
         """The CastManager, which casts this master and shows it to `zerocast.verify`."""
-        return self.weight.host
+        return self.weight.manager
 
     # FSDP2 compares addresses to see that its flat view is still the parameter's, accelerate to
     # find the parameters of an optimizer again, and others to recognize tied parameters.
@@ -220,7 +220,7 @@ def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> Maste
     if sum(extent != whole for extent, whole in zip(size, like.shape, strict=True)) > 1:
         return None
     device = torch.device(options.get("device") or like.device)
-    plain = like.weight.host.memory.allocate(like.weight.name, size, device)
+    plain = like.weight.manager.memory.allocate(like.weight.name, size, device)
     return None if plain is None else MasterParameter(plain, like.weight)
 
 

@@ -1,5 +1,5 @@
-"""ShardPlan: the cast of the masters that FSDP2 shards, as a Driver runs it. It knows where the
-masters are and which ranks reduce amaxes together, and has a CastGroup for each reduction.
+"""ShardPlan: the cast of the masters that FSDP2 shards, which a CastManager runs. It knows where
+the masters are and which ranks reduce amaxes together, and has a CastGroup for each reduction.
 """
 
 import contextlib

@@ -298,8 +298,10 @@ def managers_of(model: nn.Module) -> list[CastManager]:
 def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
     """Return the cast managers of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-    hosts: dict[int, Any] = {id(t.weight.host): t.weight.host for t in tensors if isinstance(t, MasterParameter)}
-    return list(hosts.values())
+    managers: dict[int, Any] = {
+        id(t.weight.manager): t.weight.manager for t in tensors if isinstance(t, MasterParameter)
+    }
+    return list(managers.values())
 
 
 def _check(module: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -> None:

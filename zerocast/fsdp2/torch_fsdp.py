@@ -65,8 +65,8 @@ def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
 
 
 def replicas(group: Any) -> dist.ProcessGroup | None:
-    """Return the process group over which gradients of a parameter group are added up after that.
-    None if it has no replicas.
+    """Return the process group over which gradients of a parameter group are added up after their
+    reduce-scatter. None if it has no replicas.
     """
     replicated: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
     return replicated
@@ -109,7 +109,8 @@ def gather_again(group: Any) -> None:
 def is_reading_shard() -> bool:
     """Return whether FSDP2's own code is asking for the memory of a shard.
 
-    It compares this memory with the parameter's. It compares plain tensors only, and copies others.
+    FSDP2 compares the shard's memory with the parameter's if the shard is a plain tensor, and
+    copies the shard otherwise.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -249,11 +250,11 @@ class GroupOfWeights(FSDPParamGroup):
     ParamGroup, when their products of a pass have ended.
 
     After the first gather FSDP2 gathers all prepared weights as if they were the first one, which
-    then has the outputs of all. For each parameter it would look for hooks, and ask for inputs and
-    memory.
+    then has the outputs of all. Otherwise FSDP2 would look for hooks, inputs and memory of each
+    parameter.
 
-    FSDP2 reads the gradients of gathered parameters, which would call `__torch_function__` of each.
-    Their class has nothing to do there, so that is disabled.
+    FSDP2 also reads the gradient of each gathered parameter. `__torch_function__` of their class is
+    disabled meanwhile, because it has nothing to do there.
 
     Attributes:
         each: all its FSDPParams.

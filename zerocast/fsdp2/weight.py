@@ -1,6 +1,6 @@
 """FSDPWeight, a prepared weight: from FP32 rows of this rank to the QuantizedWeight of all ranks.
 
-Masters keep their weights alive, and weights their group and their CastManager (`host`). All other
+Masters keep their weights alive, and weights their group and their CastManager. All other
 references are weak, those to FSDP2's objects too: the garbage collector does not look into all
 tensors, so a reference cycle through masters would keep a dropped model alive, or need a second
 collection.
@@ -105,7 +105,7 @@ class FSDPWeight:
         shared_amax: the weights that it shares a tensor amax with. None if there are none.
         presentation: makes the tensor that modules see.
         fp8_weight_gradients: the attribute of its WeightState, which `prepare` sets.
-        host: the CastManager that casts it, for as long as the weight lives.
+        manager: the CastManager that casts it, for as long as the weight lives.
         validity: the validity of the gathered bytes.
         group, index, param: the weights that it is gathered with, its index among them, and its
             FSDPParam. Set once FSDP2 has sharded the model (`adopt`).
@@ -132,7 +132,7 @@ class FSDPWeight:
         self,
         name: str,
         fmt: FormatSpec,
-        host: "CastManager",
+        manager: "CastManager",
         shared_amax: SharedAmax | None = None,
         presentation: Presentation = AS_QUANTIZED_WEIGHT,
     ) -> None:
@@ -141,9 +141,9 @@ class FSDPWeight:
         self.shared_amax = shared_amax
         self.presentation = presentation
         self.fp8_weight_gradients = False
-        self.host = host
+        self.manager = manager
         self.validity = Validity(LOAD, advice=ADVICE)
-        self.validity.owner = weakref.ref(host)
+        self.validity.owner = weakref.ref(manager)
         self.validity.has_masters = True
         # Before `adopt`: the first gather of all finds the other weights if this is 0.
         self.index = 0
@@ -326,14 +326,14 @@ class FSDPWeight:
         # A view without elements has no address.
         if data.data_ptr() not in self.addresses:
             return
-        self.host.plan.mark_amaxes_old()
+        self.manager.plan.mark_amaxes_old()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Report the change in the header of the next gather, unless a cast comes first."""
         if not self.is_written:
             self.is_written = True
-            self.host.plan.record_written(self)
+            self.manager.plan.record_written(self)
             self.validity.before_read = self._refuse
 
     def mark_readable(self) -> None:
@@ -361,8 +361,8 @@ class FSDPWeight:
 
     def begin_gather(self, device: torch.device) -> None:
         """Called with the first weight of a gather, before FSDP2 takes the bytes of any."""
-        self.host.before_gather()
-        self.group.begin_gather(self.host.plan.generation, device)
+        self.manager.before_gather()
+        self.group.begin_gather(self.manager.plan.generation, device)
 
     def receive_first(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Make the weight over the `outputs` of the first gather. Later gathers fill the same
@@ -388,10 +388,10 @@ class FSDPWeight:
         lay out scales. Called with the first weight of every gather, once all bytes have arrived.
         """
         group = self.group
-        if group.compare_headers() and group.sent == self.host.plan.generation:
-            self.host.cast_again()
-        if group.sent != self.host.plan.generation:
-            group.gather_bytes_again(self.host.plan.generation)
+        if group.compare_headers() and group.sent == self.manager.plan.generation:
+            self.manager.cast_again()
+        if group.sent != self.manager.plan.generation:
+            group.gather_bytes_again(self.manager.plan.generation)
             group.compare_headers()
         group.finish_gather()
 
@@ -447,10 +447,10 @@ def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
 
 
 def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
-    """Return the statuses of this rank's shards of weights of one host: PARTIAL for all if masters
-    are partial, REFUSED for all if this rank could not make the last cast.
+    """Return the statuses of this rank's shards of one manager's weights: PARTIAL for all if
+    masters are partial, REFUSED for all if this rank could not make the last cast.
     """
-    plan = weights[0].host.plan
+    plan = weights[0].manager.plan
     if plan.validity.partial:
         return [ShardStatus.PARTIAL] * len(weights)
     if plan.problem is not None:
