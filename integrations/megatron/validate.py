@@ -119,8 +119,8 @@ def check_adam(config: Any) -> None:
     """Raise ValueError for a configuration of an optimizer other than Adam."""
     if config.optimizer != "adam":
         raise ValueError(
-            f"optimizer={config.optimizer!r} is not supported: Megatron's DistributedOptimizer saves the state of Adam only, and "
-            "fails an assertion for SGD, or under optimizer_cpu_offload not before the first checkpoint: use optimizer='adam'"
+            f"optimizer={config.optimizer!r} is not supported: Megatron's DistributedOptimizer saves the state of Adam only. "
+            "With SGD it fails an assertion, under optimizer_cpu_offload only at the first checkpoint: use optimizer='adam'"
         )
 
 

@@ -203,7 +203,9 @@ def _check_quantize(backend: str, grad: Tensor, parts: int, messages: Tensor) ->
 
 def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
     if parts < 1 or divisor < 1:
-        raise ValueError(f"a mean is of messages over a divisor, got {parts} parts over {divisor}")
+        raise ValueError(
+            f"add_gradients needs at least one part and a divisor of at least 1, got {parts} and {divisor}"
+        )
     checks.check_messages(backend, messages, out, parts, out.numel())
 
 
@@ -351,9 +353,9 @@ def transposition(backend: str, format: str, shapes: tuple[Block, ...], device: 
     """Bind the stage `transpose` for weights of these shapes, whose offsets are all 0. A step calls
     it for every gather and every input, so all that does not depend on addresses is made once.
 
-    It is made in a thread of its own. A compiler that records CUDA graphs runs a function once
-    before, with a setting of that thread: what it allocates lies in the memory of the graphs, which
-    they use again.
+    It is made in a separate thread. Before torch's compiler records a CUDA graph, it runs the
+    function with a setting of the calling thread by which tensors are allocated in the memory of
+    graphs. A later graph may overwrite that memory, so tensors that are kept must not be there.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_bind_transposition, backend, format, shapes, device).result()

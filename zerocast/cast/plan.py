@@ -505,7 +505,7 @@ class CastPlan(Plan):
         """
         self.validity.check(use)
         if self.validity.is_writing:
-            raise RuntimeError(f"{use.value} belongs between two steps, and masters and weights are being written now")
+            raise RuntimeError(f"masters and weights are being written now: make {use.value} between two steps")
 
     def _check_switch(self, index_of: Mapping[str, int]) -> None:
         self.check_between_steps(Use.SWITCH)
@@ -679,7 +679,7 @@ class CastTables:
         for table in self.stepped:
             masters = table.masters.tensors
             if len(masters) != 1 or table.key.master is not torch.float32:
-                raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
+                raise ValueError("an AdamUpdate needs masters that are views of one flat float32 tensor")
             end, group_count = max(end, table.end), max(group_count, table.group_count)
         if self.stepped:
             update.check(end, group_count, self.stepped[0].masters.tensors[0].device)
