@@ -78,7 +78,7 @@ def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Within, torch has so many threads."""
+    """While the context is open, torch uses this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

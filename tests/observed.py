@@ -12,7 +12,7 @@ import zerocast
 
 @contextlib.contextmanager
 def debug_mode() -> Iterator[None]:
-    """Within, zerocast is in debug mode."""
+    """While the context is open, zerocast is in debug mode."""
     zerocast.set_debug(True)
     try:
         yield

@@ -27,7 +27,8 @@ CALLS = {
 
 
 class Traffic:
-    """Within, every collective of torch.distributed is noted, those that a subclass of Tensor makes in its operators too.
+    """While the context is open, every collective of torch.distributed is noted, those that a
+    subclass of Tensor makes in its operators too.
 
     Attributes:
         log: (kind, bytes of its first tensor), in their order.

@@ -36,7 +36,7 @@ WHY_NOT = ""
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Within, `apex` can be imported, from where ZEROCAST_APEX says."""
+    """While the context is open, `apex` can be imported, from where ZEROCAST_APEX says."""
     with PATH:
         sys.modules.update({name: STUBS[name] for name in MISSING})
         try:
@@ -80,7 +80,9 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 @contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
-    """Within, Apex runs on this rank of the default group; over NCCL it runs as it is."""
+    """While the context is open, Apex runs on this rank of the default group; over NCCL it runs as
+    it is.
+    """
     if device() == "cuda":
         yield
         return

@@ -127,7 +127,7 @@ class Stored(Folder):
         return Checkpoints(URL, self.keep)
 
     def _check_names(self, root: Path, kept: list[int]) -> None:
-        """One that was replaced may have its second name."""
+        """A folder that was replaced may have its second name."""
         folders = [path for path in (root / "runs" / "one").iterdir() if any(path.iterdir())]
         assert len(folders) == len(kept), folders
 

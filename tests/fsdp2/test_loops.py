@@ -58,7 +58,7 @@ class Broken(Exception):
 
 @contextlib.contextmanager
 def breaking(module: nn.Module) -> Iterator[None]:
-    """Within, a forward pass raises before it computes this."""
+    """While the context is open, a forward pass raises before it computes this."""
 
     def raises(*_: Any) -> None:
         raise Broken
@@ -71,7 +71,9 @@ def breaking(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_backward(module: nn.Module) -> Iterator[None]:
-    """Within, a backward pass raises once it reaches what this gives, before FSDP2 gathers its weights."""
+    """While the context is open, a backward pass raises once it reaches what this gives, before
+    FSDP2 gathers its weights.
+    """
 
     def raises(_: Tensor) -> None:
         raise Broken

@@ -57,7 +57,7 @@ class Place:
 
     @contextlib.contextmanager
     def armed(self, strike: Callable[[], None]) -> Iterator[None]:
-        """Within, the first such call strikes."""
+        """While the context is open, the first such call strikes."""
         module, _, name = self.owner.partition(":")
         owner: Any = importlib.import_module(module)
         owner = getattr(owner, name) if name else owner

@@ -50,7 +50,7 @@ PLACES = (
 
 @contextlib.contextmanager
 def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]:
-    """Within, zerocast is installed into Megatron."""
+    """While the context is open, zerocast is installed into Megatron."""
     try:
         yield integration.install(recipe, verify_every)
     finally:
@@ -85,8 +85,9 @@ def train(*flags: str, recipe: Any = RECIPE, **options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -> Iterator[None]:
-    """Within, the model that `pretrain` builds has tensors of TransformerEngine in its MLPs, in the last pipeline stage alone or in
-    all, as its layers have them by `--fp8-param-gather`; with several experts in one tensor beside them.
+    """While the context is open, the model that `pretrain` builds has tensors of TransformerEngine
+    in its MLPs, in the last pipeline stage alone or in all, as its layers have them by
+    `--fp8-param-gather`; with several experts in one tensor beside them.
     """
 
     def build(original: Any) -> Any:

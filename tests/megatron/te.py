@@ -27,7 +27,7 @@ __all__ = ["WHY_NOT", "needs_te", "te_in_the_host"]
 
 @contextlib.contextmanager
 def te_in_the_host() -> Iterator[None]:
-    """Within, megatron-core has found TransformerEngine."""
+    """While the context is open, megatron-core has found TransformerEngine."""
     if WITH_GPU:
         yield
         return

@@ -41,7 +41,7 @@ class Repeated(CapturedStep):
 
 @contextlib.contextmanager
 def repeated() -> Iterator[None]:
-    """Within, `optimizer.capture` makes such steps on a CPU."""
+    """While the context is open, `optimizer.capture` makes such steps on a CPU."""
     with (
         mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
         mock.patch("zerocast.optim.zero_optimizer.check_capturable"),

@@ -34,7 +34,9 @@ class OutOfMemory(TorchDispatchMode):
 
 
 class Places(OutOfMemory):
-    """Within, nothing fails; `places` are the operators, in order, each with the lines of code that have called it."""
+    """While the context is open, nothing fails; `places` are the operators, in order, each with the
+    lines of code that have called it.
+    """
 
     def __init__(self) -> None:
         super().__init__(-1)

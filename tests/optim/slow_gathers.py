@@ -24,8 +24,9 @@ class Slow:
 
 @contextlib.contextmanager
 def slow_gathers(seconds: float = 0.0, failures: list[int] | None = None) -> Iterator[list[int]]:
-    """Within, asynchronous all-gathers land when waited for, so many seconds after the wait began; gives the bytes of those that
-    have. The first waits fail, one for each of the `failures`, which may be added later.
+    """While the context is open, asynchronous all-gathers land when waited for, so many seconds
+    after the wait began; gives the bytes of those that have. The first waits fail, one for each of
+    the `failures`, which may be added later.
     """
     gather = Group.all_gather_into
     landed: list[int] = []
@@ -54,7 +55,8 @@ def slow_gathers(seconds: float = 0.0, failures: list[int] | None = None) -> Ite
 
 @contextlib.contextmanager
 def late_gathers(cycles: int = 4_000_000) -> Iterator[list[int]]:
-    """Within, on a GPU, asynchronous all-gathers begin some milliseconds after they are called; gives the bytes of each.
+    """While the context is open, on a GPU, asynchronous all-gathers begin some milliseconds after
+    they are called; gives the bytes of each.
 
     Other kernels run meanwhile: what reads without having waited reads what was there before.
     """

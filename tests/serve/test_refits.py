@@ -232,7 +232,9 @@ REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_what_does_not_follow(case: Callable[[Run], None]) -> None:
-    """It raises, leaves complete tensors where nothing was written, and a full refit mends everything."""
+    """The delta raises and leaves tensors complete unless it has written any; a full refit
+    recovers.
+    """
     run = Run()
     run.full()
     error, message, stays_complete = REFUSED[case]

@@ -348,7 +348,7 @@ def kl(run: Run, engine: Tensor) -> float:
 
 
 def test_a_tensor_parallel_size_that_divides_a_block(tmp_path: Path) -> None:
-    """It is refused, and the engine, which never had weights, serves nothing."""
+    """The refit is refused, and the engine, which never had weights, serves nothing."""
     run = Run("fp8_block", tmp_path)  # Two key-value heads of 64 rows.
     with running(run.folder, tmp_path, ranks=2) as engine:
         with pytest.raises(RefitError, match=r"do not accept .* this tensor-parallel size"):

@@ -37,7 +37,7 @@ WHY_NOT = ""
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Within, torchtitan can be imported, for the CPU."""
+    """While the context is open, torchtitan can be imported, for the CPU."""
     with without_datasets(), mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"):
         yield
 
@@ -73,8 +73,8 @@ _set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
 
 @contextlib.contextmanager
 def process_on_cpu() -> Iterator[None]:
-    """Within, a Trainer of any torchtitan finds its environment on this rank of the default gloo group, and what it changes of the
-    process is put back.
+    """While the context is open, a Trainer of any torchtitan finds its environment on this rank of
+    the default gloo group, and what it changes of the process is put back.
     """
     assert dist.get_backend() == "gloo"
     here = {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
@@ -90,7 +90,9 @@ def process_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_of(metrics: Any, trainer: Any) -> Iterator[None]:
-    """Within, torchtitan's modules find a device without memory statistics, and rank 0 sleeps no longer than the others."""
+    """While the context is open, torchtitan's modules find a device without memory statistics, and
+    rank 0 sleeps no longer than the others.
+    """
     nothing = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = mock.Mock(device_name="cpu", get_peak_stats=lambda: nothing)
     with (
@@ -103,7 +105,9 @@ def device_of(metrics: Any, trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
-    """Within, the real Trainer of torchtitan 0.2 runs on this rank of the default gloo group."""
+    """While the context is open, the real Trainer of torchtitan 0.2 runs on this rank of the
+    default gloo group.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_on_cpu())
         stack.enter_context(device_of(metrics, torchtitan.train))

@@ -14,7 +14,9 @@ STUBS = {
 
 @contextlib.contextmanager
 def without_datasets() -> Iterator[None]:
-    """Within, what is missing can be imported: its names are stubs, taken out of `sys.modules` again."""
+    """While the context is open, what is missing can be imported: its names are stubs, taken out of
+    `sys.modules` again.
+    """
     missing = [
         stub
         for package, stubs in STUBS.items()

@@ -107,7 +107,9 @@ def validated(case: Case, folder: str) -> list[tuple[float, float]]:
 
 
 def test_validation(ranks: Ranks, tmp_path: Path) -> None:
-    """It computes with the quantized weights as they are, twice the same, below the loss that training began with."""
+    """Evaluation computes with the quantized weights unchanged, repeatably, and below the first
+    loss of the training.
+    """
     case = Case("nvfp4", options=("--validator.enable",))
     for ((first, second),) in ranks(2)(validated, case, str(tmp_path), timeout=240):
         assert first == second and 0.0 < first < 8.0

@@ -115,7 +115,9 @@ class Case(training.Case):
 
 @contextlib.contextmanager
 def trainer_on_cpu() -> Iterator[None]:
-    """Within, one Trainer of torchtitan 0.3 runs on this rank of the default gloo group."""
+    """While the context is open, one Trainer of torchtitan 0.3 runs on this rank of the default
+    gloo group.
+    """
     debug._clear_sharding_prop_cache()  # it has the mesh of this process's last Trainer, and FSDP2 asks for the same object
     with process_on_cpu(), device_of(metrics, torchtitan.trainer), importable():
         yield

@@ -123,7 +123,9 @@ needs_te = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 @contextlib.contextmanager
 def _importable() -> Iterator[None]:
-    """Within, its modules are in `sys.modules`; what else is imported meanwhile stays there afterwards."""
+    """While the context is open, its modules are in `sys.modules`; what else is imported meanwhile
+    stays there afterwards.
+    """
     before = _theirs()
     sys.modules.update(MODULES)
     try:
@@ -136,7 +138,7 @@ def _importable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
-    """Within, TransformerEngine can be imported and called on this rank."""
+    """While the context is open, TransformerEngine can be imported and called on this rank."""
     if WITH_GPU:
         yield
         return
