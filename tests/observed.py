@@ -30,9 +30,11 @@ def same_on_all(value: Any) -> Any:
 
 @contextlib.contextmanager
 def logged(name: str = "zerocast") -> Iterator[list[str]]:
-    """The messages that a logger, and those below it, are given within."""
+    """The warnings of a logger and of those below it. Lesser messages that a process logs once, such as the path of
+    its products, would depend on the tests before.
+    """
     said: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)
     try:
