@@ -128,7 +128,7 @@ def _attached() -> Any:
 NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
 OTHERS = "ValueError: optimizer=.* is not supported without use_layer_wise_distributed_optimizer=True"
-SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: use optimizer='adam'"
+SGD = "ValueError: optimizer='sgd' is not supported: .* only at the first checkpoint: use optimizer='adam'"
 NO_LAYOUT = (
     "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or use optimizer='adam'"
 )
