@@ -233,7 +233,7 @@ def test_an_optimizer_of_other_parameters(early: bool) -> None:
     models.check(model, "with a new optimizer")
 
 
-# -- gathered weights have an owner, their master: no step takes them for weights that nobody trains
+# -- gathered weights have an owner, their master: a step does not count them as weights without an optimizer
 
 
 @pytest.mark.parametrize(

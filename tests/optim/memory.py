@@ -65,7 +65,7 @@ class NewStorages(TorchDispatchMode):
         return result
 
     def kept(self) -> list[str]:
-        """The operators of which somebody still holds a result."""
+        """Return the names of the operators whose results are still in memory."""
         return [name for name, storage in self._made if not storage.expired()]
 
 

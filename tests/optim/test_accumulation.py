@@ -165,7 +165,7 @@ def test_a_gradient_that_changes_after_it_arrived(bucket_size):
     assert "the gradient of bias was changed in place after it had arrived" in said
 
 
-# -- whatever autograd does on the way: gradients in pieces, frozen parameters, passes that die
+# -- what autograd can do on the way: gradients in pieces, frozen parameters, passes that die
 
 TINY = ZeroConfig(bucket_size=1, deterministic=True)
 FEW = tuple(spec for spec in MIXED if spec.name in ("embedding", "norm", "delayed", "block", "nv", "nv_late", "bias"))

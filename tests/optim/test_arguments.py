@@ -331,7 +331,7 @@ def test_options_that_have_no_effect(kind, option):
 @pytest.mark.parametrize("alike", [True, False])
 @on_ranks(2)
 def test_frozen_parameters_that_differ(alike):
-    """Quantized ones among them."""
+    """A warning names frozen parameters that differ between ranks, quantized ones included."""
     torch.manual_seed(0 if alike else dist.get_rank())
     model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32, bias=False) for name in "abc"}).bfloat16()
     zerocast.quantize_(model, zerocast.Recipe({"b.weight": "nvfp4"}, default="identity"))

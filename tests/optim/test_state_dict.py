@@ -222,7 +222,7 @@ def test_no_rank_holds_the_full_state(tmp_path, world):
     assert max(files) <= 1.3 * sum(files) / world
 
 
-# -- masters under the names of the model, whatever the optimizer calls them
+# -- masters under the names of the model, also where the optimizer has other names
 
 
 class Around(nn.Module):

@@ -249,7 +249,7 @@ def test_wrong_cuts_raise_on_all_ranks() -> None:
 
 @on_ranks(2)
 def test_moved_scales() -> None:
-    """Scale buffers that somebody moved are brought back before the next gather writes them."""
+    """Scale buffers that were moved by hand are brought back before the next gather writes them."""
     trainer = Trainer(Run(specs=WHOLE, options=(ADAM,)))
     trainer.step(0)
     for name in ("even", "tall"):

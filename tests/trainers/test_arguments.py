@@ -107,19 +107,21 @@ def test_models_that_accelerate_is_to_shard_are_refused() -> None:
         accelerator.prepare(model())
 
 
+# A higher loss counts as better, so the best model is that of the first of two checkpoints.
+LOADS_BEST = {
+    "save_steps": 1,
+    "eval_steps": 1,
+    "eval_strategy": transformers.trainer_utils.IntervalStrategy.STEPS,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
+}
+
+
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_the_best_model_is_loaded(tmp_path: Path, save_only_model: bool) -> None:
     """From masters and moments, or from the masters of a checkpoint with the model alone, which none resumes."""
-    trainer = trainer_of(
-        tmp_path,
-        save_only_model=save_only_model,
-        save_steps=1,
-        eval_steps=1,
-        eval_strategy=transformers.trainer_utils.IntervalStrategy.STEPS,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-    )
+    trainer = trainer_of(tmp_path, save_only_model=save_only_model, **LOADS_BEST)
     trainer.train()
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
     stored = safetensors.torch.load_file(tmp_path / "checkpoint-1" / "model.safetensors")
@@ -138,16 +140,7 @@ def test_the_best_model_is_loaded(tmp_path: Path, save_only_model: bool) -> None
 def test_the_best_model_is_not_that_of_an_earlier_run(tmp_path: Path) -> None:
     """A run with save_only_model overwrites checkpoints that have masters."""
     for options in ({"learning_rate": 5e-2}, {"save_only_model": True}):
-        trainer = trainer_of(
-            tmp_path,
-            save_steps=1,
-            eval_steps=1,
-            eval_strategy=transformers.trainer_utils.IntervalStrategy.STEPS,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-            greater_is_better=True,
-            **options,
-        )
+        trainer = trainer_of(tmp_path, **LOADS_BEST, **options)
         trainer.train()
     stored = safetensors.torch.load_file(tmp_path / "checkpoint-1" / "model.safetensors")
     masters = zerocast.optim.full_state_dict(trainer.model, trainer._zero())
