@@ -118,8 +118,53 @@ def _blend_nibbles(data: NDArray[np.uint8], owned: NDArray[np.bool_], transposed
     return (codes[0::2] | (codes[1::2] << 4)).astype(np.uint8)
 
 
+class Gathered:
+    """Casts of cases on a rank, whose bytes the test gathers in the place of a host. Subclasses name the buffers that travel."""
+
+    cases: tuple[Weight, ...]
+    rank: int
+    complaints: list[str]
+
+    def payloads(self, index: int) -> list[Tensor]:
+        """The buffers of codes that a gather sends."""
+        raise NotImplementedError
+
+    def owned_bytes(self, index: int) -> tuple[int, int]:
+        """The bytes of rowwise data that this rank writes."""
+        case = self.cases[index]
+        return byte_range(get_format(case.fmt), case.shape, Span(*case.spans[self.rank]), case.nominal)
+
+    def check_others_untouched(self) -> None:
+        """Complain of bytes that were written and are not owned."""
+        for index, case in enumerate(self.cases):
+            first, last = self.owned_bytes(index)
+            for data in self.payloads(index):
+                rest = np.delete(casts.raw(data), slice(first, last))
+                if (rest != POISON).any():
+                    self.complaints.append(f"weight {index} ({case}) was written outside [{first}, {last})")
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> None:
+        """Every owner's bytes to every rank; complains of owners that disagree on a byte that they share."""
+        mine = []
+        for index in range(len(self.cases)):
+            first, last = self.owned_bytes(index)
+            mine.append([(first, casts.raw(data)[first:last].copy()) for data in self.payloads(index)])
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        for index in range(len(self.cases)):
+            for direction, data in enumerate(self.payloads(index)):
+                flat, seen = casts.raw(data), np.zeros(data.nbytes, bool)
+                for first, part in (theirs[index][direction] for theirs in everyone):
+                    where = slice(first, first + part.size)
+                    twice = seen[where]
+                    if (flat[where][twice] != part[twice]).any():
+                        self.complaints.append(f"two owners of weight {index} disagree on a byte from {first} on")
+                    flat[where], seen[where] = part, True
+                data.view(torch.uint8).view(-1).copy_(torch.from_numpy(flat))  # on a GPU `flat` is a copy
+
+
 @dataclass
-class Sharded:
+class Sharded(Gathered):
     """The weights of a case as this rank holds them."""
 
     cases: tuple[Weight, ...]
@@ -143,45 +188,12 @@ class Sharded:
             if master is not None and part is not None:
                 master.copy_(part)
 
-    def owned_bytes(self, index: int) -> tuple[int, int]:
-        """The bytes of rowwise data that this rank writes."""
-        case = self.cases[index]
-        return byte_range(get_format(case.fmt), case.shape, Span(*case.spans[self.rank]), case.nominal)
-
-    def check_others_untouched(self) -> None:
-        """Complain of bytes that were written and are not owned."""
-        for index, weight in enumerate(self.weights):
-            first, last = self.owned_bytes(index)
-            for data in _gathered_data(weight):
-                rest = np.delete(casts.raw(data), slice(first, last))
-                if (rest != POISON).any():
-                    self.complaints.append(f"weight {index} ({weight!r}) was written outside [{first}, {last})")
-
-    def gather(self, group: dist.ProcessGroup | None = None) -> None:
-        """Every owner's bytes to every rank; complains of owners that disagree on a byte that they share."""
-        mine = []
-        for index, weight in enumerate(self.weights):
-            first, last = self.owned_bytes(index)
-            mine.append([(first, casts.raw(data)[first:last].copy()) for data in _gathered_data(weight)])
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-        for index, weight in enumerate(self.weights):
-            for direction, data in enumerate(_gathered_data(weight)):
-                flat, seen = casts.raw(data), np.zeros(data.nbytes, bool)
-                for first, part in (theirs[index][direction] for theirs in everyone):
-                    where = slice(first, first + part.size)
-                    twice = seen[where]
-                    if (flat[where][twice] != part[twice]).any():
-                        self.complaints.append(f"two owners of weight {index} disagree on a byte from {first} on")
-                    flat[where], seen[where] = part, True
-                data.view(torch.uint8).view(-1).copy_(torch.from_numpy(flat))  # on a GPU `flat` is a copy
-
-
-def _gathered_data(weight: QuantizedWeight) -> list[Tensor]:
-    """The data that travels: rowwise, and columnwise where it does not derive from it."""
-    own = weight.format.columnwise is Columnwise.OWN_GRID
-    column = weight.columnwise_data
-    return [weight.rowwise_data, column] if own and column is not None else [weight.rowwise_data]
+    def payloads(self, index: int) -> list[Tensor]:
+        """The rowwise data, and the columnwise data where it does not derive from it."""
+        weight = self.weights[index]
+        own = weight.format.columnwise is Columnwise.OWN_GRID
+        column = weight.columnwise_data
+        return [weight.rowwise_data, column] if own and column is not None else [weight.rowwise_data]
 
 
 @dataclass(frozen=True)

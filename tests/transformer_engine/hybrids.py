@@ -1,20 +1,18 @@
-"""Hybrid tensors on the ranks of a pool."""
+"""Hybrid tensors of two cases of one shape."""
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
-from tests.sharded import POISON, Weight
-from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
+from tests.sharded import Weight
+from tests.transformer_engine.host_on_cpu import integration
 from tests.transformer_engine.tensors import bytes_of, host_tensors, tensor
-from zerocast import get_format
 
 
 def columnwise_only(case: Weight, device: str = "cpu") -> Any:
-    """A tensor as TransformerEngine makes it by columns alone: FP8 in its transpose, other formats as they are."""
+    """A tensor as TransformerEngine makes it by columns alone: FP8 in its transpose, other formats as by rows."""
     made = tensor(case, device, columnwise=True)
     if hasattr(made, "_data"):
         made._data = None
@@ -55,16 +53,3 @@ def cast(weight: Any, master: Tensor | None, start: int | None, **options: Any) 
     integration().quantize_master_weights([weight], [master], [start], None, **options)
     parts = (weight._rowwise_storage, weight._columnwise_storage)
     return [{} if part is None else codes_of(part) for part in parts]
-
-
-def by_columns(case: Weight) -> tuple[casts.Bytes, int]:
-    """A weight whose codes are in its transpose alone, cast from a part of its master on every rank; how many are no poison."""
-    with host_on_cpu():
-        rank = dist.get_rank()
-        weight = hybrid(None, case)
-        _, found = cast(weight, *case.shard(rank), manual_post_all_gather_processing=rank == 0)
-        written = int((found["columnwise_data"] != POISON).sum())
-        integration().post_all_gather_processing([weight])
-        assert codes_of(weight._columnwise_storage)["columnwise_data"].tolist() == found["columnwise_data"].tolist()
-        assert get_format(case.fmt).elements_per_byte == 1
-        return found, written

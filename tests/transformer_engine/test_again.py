@@ -12,41 +12,32 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import casts
-from tests.sharded import Weight
-from tests.transformer_engine.casting import Casting
+from tests.transformer_engine.casting import TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import integration, needs_te
 from tests.transformer_engine.tensors import bytes_of, quantizer
 from zerocast import get_format
 
 pytestmark = [needs_te, pytest.mark.usefixtures("te")]
 
-SHAPE = (64, 96)
-NUMEL = SHAPE[0] * SHAPE[1]
-TILES = "mxfp8:block=32x32"
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity", TILES)
 PER_BLOCK = ("fp8_block", "mxfp8", "nvfp4", TILES)
+OLD_MEMORY: list[Tensor] = []
 
 
 class Loop:
     """A list of tensors, one a format, with masters that stay where they are."""
 
-    def __init__(self, formats: tuple[str, ...] = FORMATS, columnwise: bool = True) -> None:
-        self.cases = tuple(Weight(fmt, SHAPE, ((0, NUMEL),)) for fmt in formats)
-        self.here = Casting(self.cases, columnwise=columnwise)
-        self.tensors: list[Any] = list(self.here.tensors)
-        self.masters = [self.of(case, 0) for case in self.cases]
-        self.starts = [0] * len(self.cases)
-
-    @staticmethod
-    def of(case: Weight, step: int) -> Tensor:
-        """The whole master at a step."""
-        return case.master(step).reshape(-1).clone()
+    def __init__(self, *formats: str) -> None:
+        self.cases = weights_of(*formats or FORMATS)
+        self.tensors: list[Any] = Casting(self.cases, columnwise=True).tensors
+        self.masters = [case.master().reshape(-1).clone() for case in self.cases]
 
     def step(self, step: int) -> None:
         """Other values in the same masters, cast, transposed."""
         for case, master in zip(self.cases, self.masters, strict=True):
-            master.copy_(self.of(case, step)[: master.numel()])
-        integration().quantize_master_weights(self.tensors, self.masters, self.starts, None, None, True)
+            master.copy_(case.master(step).reshape(-1)[: master.numel()])
+        starts = [0] * len(self.cases)
+        integration().quantize_master_weights(self.tensors, self.masters, starts, None, None, True)
         integration().post_all_gather_processing(self.tensors)
 
     def of_format(self, fmt: str) -> Any:
@@ -75,11 +66,8 @@ def _move_in_place(buffer: Tensor) -> None:
     """Move a tensor object to new memory. The old memory stays referenced, so that it is not
     allocated again.
     """
-    _OLD.append(buffer.detach().view(buffer.shape))
+    OLD_MEMORY.append(buffer.detach().view(buffer.shape))
     buffer.data = buffer.detach().clone()
-
-
-_OLD: list[Tensor] = []
 
 
 def rowwise_replaced(loop: Loop) -> None:
@@ -182,9 +170,10 @@ def test_nothing_is_looked_at_again_where_nothing_changed() -> None:
 
 def test_another_list_that_begins_alike() -> None:
     """A plain tensor among the others, tensors less, another order: the copies made are those of the tensors that are given."""
-    loop, derived = Loop(), ("fp8_delayed", "fp8_current", "fp8_block", "nvfp4")
+    loop = Loop()
     loop.step(0)
-    copies = {fmt: "_transpose" if fmt in ("fp8_delayed", "fp8_current") else "_columnwise_data" for fmt in derived}
+    copies = dict.fromkeys(("fp8_delayed", "fp8_current"), "_transpose")
+    copies |= dict.fromkeys(("fp8_block", "nvfp4"), "_columnwise_data")
     made = {fmt: getattr(loop.of_format(fmt), name).clone() for fmt, name in copies.items()}
     first, *others = loop.tensors
     mxfp8, nvfp4, identity = (loop.of_format(fmt) for fmt in ("mxfp8", "nvfp4", "identity"))
@@ -207,7 +196,7 @@ def test_another_list_that_begins_alike() -> None:
 
 def test_masters_of_other_elements_at_the_same_place() -> None:
     """A master that is cut at its end lies where it lay: one process builds its plan anew, and the rest stays as it was."""
-    loop = Loop(("fp8_block",))
+    loop = Loop("fp8_block")
     for step in range(2):
         loop.step(step)
     before, whole = loop.tensors[0]._rowwise_data.clone(), loop.masters[0].data

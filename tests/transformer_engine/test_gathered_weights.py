@@ -1,6 +1,7 @@
 """TransformerEngine's modules under FSDP2: the tensors that they see, how long those live, and what is refused."""
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from tests import casts, growth
 from tests.fsdp2 import models
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, modules_on_cpu, needs_te
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import on_ranks
 from zerocast.fsdp2.parameter import MasterParameter
 
 TRANSPOSED = ("fp8_delayed", "fp8_current")  # whose columnwise copies need one call of the compiled part
@@ -58,19 +60,27 @@ class _Product(torch.autograd.Function):
         return gradient @ values, gradient.t() @ x, None
 
 
-class Net(nn.Module):
-    """Two blocks of two weights: te.Linear, and a LayerNormLinear, a LayerNormMLP or groups that take turns."""
+class Block(nn.ModuleList):
+    """Layers of TransformerEngine, one after another, whose weights multiply by `_Product`."""
 
-    def __init__(self, fmt: str, kinds: tuple[str, ...] = ("Linear", "LayerNormLinear"), device: str = "cpu") -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Net(nn.Module):
+    """Two blocks of layers: te.Linear, LayerNormLinear, LayerNormMLP or GroupedLinear."""
+
+    def __init__(self, fmt: str, *kinds: str, device: str = "cpu") -> None:
         super().__init__()
         self.fmt, self.clears = fmt, True
         self.seen: list[Any] = []
         self.copies: list[casts.Bytes] = []
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.ModuleList(_layer(kind, device) for kind in kinds) for _ in range(2))
-        for block in self.blocks:
-            for layer in block:
-                layer.forward = self._forward(layer)
+        self.blocks = nn.ModuleList(Block(_layer(kind, device) for kind in kinds or DEFAULT_KINDS) for _ in range(2))
+        for layer in (layer for block in self.blocks for layer in block):
+            layer.forward = self._forward(layer)
 
     def _forward(self, layer: Any) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -93,25 +103,41 @@ class Net(nn.Module):
         (found,) = [one for one in owners if one.shown is weight] or same_codes
         return found.live.dequantize()
 
+    def train_once(self, step: int = 0, x: Tensor | None = None) -> None:
+        """A forward and a backward pass, of which the tensors that were seen and the copies are noted."""
+        self.seen.clear()
+        self.copies.clear()
+        x = models.batch(step, WIDTH).bfloat16().requires_grad_() if x is None else x
+        self(x).float().square().mean().backward()
 
-class Block(nn.ModuleList):
-    """Linear layers of TransformerEngine, one after another."""
+    def transposed(self) -> list[Any]:
+        """The weights that were seen and hold a transpose."""
+        return [weight for weight in self.seen if weight._transpose is not None]
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
+    def sharded(self, **options: Any) -> Any:
+        """The model, prepared for TransformerEngine's modules, under FSDP2."""
+        weights = [name for name, parameter in self.named_parameters() if parameter.dim() == 2]
+        recipe = zerocast.Recipe(dict.fromkeys(weights, self.fmt))
+        zerocast.fsdp2.prepare(self, recipe, present=integration().present)
+        for block in (*self.blocks, self):
+            fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16, **options)
+        return self
 
 
-def _layer(kind: str, device: str) -> Any:
-    options = {"device": device, "params_dtype": torch.float32}
-    made: dict[str, Callable[[], Any]] = {
-        "Linear": lambda: module("module.linear").Linear(64, 64, **options),
-        "LayerNormLinear": lambda: module("module.layernorm_linear").LayerNormLinear(64, 64, **options),
-        "LayerNormMLP": lambda: module("module.layernorm_mlp").LayerNormMLP(64, 96, **options),
-        "GroupedLinear": lambda: module("module.grouped_linear").GroupedLinear(2, 64, 64, **options),
-    }
-    return made[kind]()
+WIDTH = 64
+DEFAULT_KINDS = ("Linear", "LayerNormLinear")
+CLASSES = {
+    "Linear": ("linear", (WIDTH, WIDTH)),
+    "LayerNormLinear": ("layernorm_linear", (WIDTH, WIDTH)),
+    "LayerNormMLP": ("layernorm_mlp", (WIDTH, 96)),
+    "GroupedLinear": ("grouped_linear", (2, WIDTH, WIDTH)),
+}
+
+
+def _layer(kind: str, device: str = "cpu", sizes: tuple[int, ...] = (), **options: Any) -> Any:
+    file, usual_sizes = CLASSES[kind]
+    made = getattr(module(f"module.{file}"), kind)
+    return made(*(sizes or usual_sizes), device=device, params_dtype=torch.float32, **options)
 
 
 @contextlib.contextmanager
@@ -123,62 +149,18 @@ def host() -> Iterator[None]:
             yield
 
 
-def build(fmt: str, kinds: tuple[str, ...] = ("Linear", "LayerNormLinear"), device: str = "cpu", **options: Any) -> Any:
-    """A prepared and sharded model."""
-    net = Net(fmt, kinds, device)
-    net.blocks = nn.ModuleList(Block(block) for block in net.blocks)
-    recipe = zerocast.Recipe({f"blocks.*.{name}": fmt for name in _names(net)})
-    zerocast.fsdp2.prepare(net, recipe, present=integration().present)
-    shard = {"mesh": models.mesh(), "mp_policy": models.BF16, **options}
-    for block in net.blocks:
-        fully_shard(block, **shard)
-    return fully_shard(net, **shard)
+def held_nbytes(net: Net) -> int:
+    """The bytes of the codes of all weights that modules saw."""
+    held = [tensors.buffers(weight).items() for weight in net.seen]
+    return sum(data.untyped_storage().nbytes() for items in held for name, data in items if name.endswith("_data"))
 
 
-def _names(net: nn.Module) -> list[str]:
-    weights = [name for name, parameter in net.named_parameters() if parameter.dim() == 2]
-    return sorted({name.split(".", 2)[2] for name in weights})
-
-
-def _storages(weight: Any) -> list[int]:
-    return [data.untyped_storage().nbytes() for name, data in tensors.buffers(weight).items() if name.endswith("_data")]
-
-
-def train(fmt: str, kinds: tuple[str, ...], clears: bool = True, steps: int = 3) -> list[str]:
-    """Steps of a model; what is wrong with the tensors that its modules saw, or with what stays of them."""
-    wrong: list[str] = []
-    with host():
-        net = build(fmt, kinds)
-        net.clears = clears
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        kind = integration_class(fmt)
-        for step in range(steps):
-            net.seen.clear()
-            net.copies.clear()
-            out = net(models.batch(step, 64).bfloat16().requires_grad_())
-            if any(sum(_storages(weight)) for weight in net.seen):
-                wrong.append(f"step {step}: gathered bytes stay after the forward pass")
-            if {type(weight).__name__ for weight in net.seen} != {kind}:
-                wrong.append(f"modules saw {[type(weight).__name__ for weight in net.seen]}")
-            out.float().square().mean().backward()
-            if any(sum(_storages(weight)) for weight in net.seen):
-                wrong.append(f"step {step}: gathered bytes or copies stay after the backward pass")
-            optimizer.step()
-            optimizer.zero_grad()
-            wrong += _wrong_bytes(net, f"{fmt} after step {step}")
-            zerocast.verify(net).raise_for_differences()
-    return wrong
-
-
-def integration_class(fmt: str) -> str:
-    """TransformerEngine's class for a format."""
-    classes = {"fp8_block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor", "nvfp4": "NVFP4Tensor"}
-    return classes.get(fmt.partition(":")[0], "Float8Tensor")
-
-
-def _wrong_bytes(net: Any, what: str) -> list[str]:
+def check_bytes(net: Any, what: str) -> None:
     """Gather each block; bytes against the unsharded cast, memory against FSDP2's, quantizers against TransformerEngine's."""
-    wrong: list[str] = []
+    names = {"rowwise_data", "rowwise_scale_inv"}
+    names |= {"amax"} if net.fmt.startswith("nvfp4") else set()
+    names |= {"columnwise_scale_inv"} if net.fmt.startswith("mxfp8") else set()
+    names |= {"columnwise_data"} if net.fmt == "mxfp8" else set()
     whole = {name: (parameter.full_tensor(), owner) for name, (parameter, owner) in models.masters(net).items()}
     for number, block in enumerate(net.blocks):
         block.unshard()
@@ -186,25 +168,33 @@ def _wrong_bytes(net: Any, what: str) -> list[str]:
             if name not in whole:
                 continue
             master, owner = whole[name]
-            expected, found = models.expected(master, owner), bytes_of(weight)
-            names = {"rowwise_data", "rowwise_scale_inv"} | ({"amax"} if net.fmt.startswith("nvfp4") else set())
-            names |= {"columnwise_scale_inv"} if net.fmt.startswith("mxfp8") else set()
-            names |= {"columnwise_data"} if net.fmt == "mxfp8" else set()
-            try:
-                casts.assert_same_bytes(found, {key: expected[key] for key in names}, f"{what}, {name}")
-            except AssertionError as error:
-                wrong.append(str(error))
+            expected = models.expected(master, owner)
+            casts.assert_same_bytes(bytes_of(weight), {key: expected[key] for key in names}, f"{what}, {name}")
             made = tensors.buffers(weight)["rowwise_data"]
             theirs = {output.untyped_storage().data_ptr() for output in owner.group.outputs[owner.index]}
-            if made.untyped_storage().data_ptr() not in theirs:
-                wrong.append(f"{what}, {name}: the codes were copied")
-            quantizer = weight._quantizer
-            if type(quantizer) is not type(tensors.quantizer(zerocast.get_format(net.fmt))):
-                wrong.append(f"{what}, {name}: its quantizer is a {type(quantizer).__name__}")
+            assert made.untyped_storage().data_ptr() in theirs, "the codes were copied"
+            assert type(weight._quantizer) is type(tensors.quantizer(zerocast.get_format(net.fmt)))
         block.reshard()
-    return wrong
 
 
+def train(net: Net, steps: int = 3) -> None:
+    """Steps of a sharded model; modules see TransformerEngine's tensors, of which no bytes stay after a pass."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kind = TENSORS.get(net.fmt.partition(":")[0], "Float8Tensor")
+    for step in range(steps):
+        net.seen.clear()
+        out = net(models.batch(step, WIDTH).bfloat16().requires_grad_())
+        assert held_nbytes(net) == 0, "gathered bytes stay after the forward pass"
+        assert {type(weight).__name__ for weight in net.seen} == {kind}
+        out.float().square().mean().backward()
+        assert held_nbytes(net) == 0, "gathered bytes or copies stay after the backward pass"
+        optimizer.step()
+        optimizer.zero_grad()
+        check_bytes(net, f"{net.fmt} after step {step}")
+        zerocast.verify(net).raise_for_differences()
+
+
+TENSORS = {"fp8_block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor", "nvfp4": "NVFP4Tensor"}
 RECIPES = {
     "fp8_delayed": "DelayedScaling",
     "fp8_current": "Float8CurrentScaling",
@@ -213,58 +203,28 @@ RECIPES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 
-
-def under_recipe(fmt: str, recipe: str, options: dict[str, Any]) -> str:
-    """The error of a forward pass under a recipe of TransformerEngine's, or nothing."""
-    with host():
-        net = build(fmt)
-        recipes = importlib.import_module("transformer_engine.common.recipe")
-        manager = module("quantization").FP8GlobalStateManager
-        state = manager.quantization_state
-        chosen = getattr(recipes, recipe)(**options)
-        with mock.patch.object(state, "fp8_enabled", True), mock.patch.object(state, "fp8_recipe", chosen):
-            return error_of(lambda: net(models.batch(0, 64).bfloat16()))
+pytestmark = needs_te
 
 
-def by_meta_device() -> list[str]:
-    """A model that is made on the meta device and initialised by TransformerEngine once it is sharded."""
-    with host():
-        net = build("fp8_current", device="meta")
-        net.to_empty(device="cpu")
-        for layer in (layer for block in net.blocks for layer in block):
-            layer.reset_parameters()
-        net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
-        return _wrong_bytes(net, "of the meta device")
+@on_ranks(1, 2)
+@pytest.mark.parametrize("fmt", [*RECIPES, "mxfp8:block=32x32", "nvfp4:exact_in_fp8"])
+@host()
+def test_modules_compute_with_their_own_tensors(fmt: str) -> None:
+    """Class, quantizer and bytes, over FSDP2's memory, after each step; nothing stays once it is resharded."""
+    train(Net(fmt, *(CLASSES if fmt == "fp8_current" else ())).sharded())
 
 
-def recomputed() -> list[str]:
-    """Losses and gradients with and without activation checkpoints around blocks."""
-    from torch.utils.checkpoint import checkpoint
-
-    found = []
-    with host():
-        for again in (False, True):
-            net = build("fp8_current")
-            if again:
-                for block in net.blocks:
-                    plain = block.forward
-                    block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
-            net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
-            found.append(
-                [parameter.grad.to_local().clone() for parameter in net.parameters() if parameter.grad is not None]
-            )
-    return [f"gradient {i}" for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
-
-
-def frozen() -> list[str]:
-    """A model of frozen weights: what stays after a backward pass that makes copies and clears none."""
-    with host():
-        net = build("fp8_current")
-        net.clears = False
-        for parameter in net.parameters():
-            parameter.requires_grad_(False)
-        net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
-        return [type(weight).__name__ for weight in net.seen if weight._transpose is not None]
+@on_ranks(1)
+@host()
+def test_copies_that_the_host_leaves_are_dropped() -> None:
+    """GroupedLinear never clears the transposes that its backward pass makes, here no module does; weights may be frozen."""
+    net = Net("fp8_current", "Linear", "GroupedLinear").sharded()
+    net.clears = False
+    train(net)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    net.train_once()
+    assert net.seen and not net.transposed()
 
 
 class FromParameter(nn.Module):
@@ -272,160 +232,146 @@ class FromParameter(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.queries = layer, nn.Parameter(torch.randn(8, 64))
+        self.layer, self.queries = layer, nn.Parameter(torch.randn(8, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layer(self.queries) + x
         return out
 
 
-def of_long_lived_inputs(steps: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """What there is more of after some steps, and the copies that stay after a backward pass that clears none."""
-    with host():
-        net = Net("fp8_current", ("Linear",))
-        net.clears = False
-        net.blocks = nn.ModuleList(FromParameter(block[0]) for block in net.blocks)
-        recipe = zerocast.Recipe({"blocks.*.layer.weight": "fp8_current"})
-        zerocast.fsdp2.prepare(net, recipe, present=integration().present)
-        for module_ in (*net.blocks, net):
-            fully_shard(module_, mesh=models.mesh(), mp_policy=models.BF16)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(number: int) -> None:
-            net.copies.clear()
-            net.seen.clear()
-            net(models.batch(number, 64).bfloat16()).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for number in range(2):
-            step(number)
-        before = growth.held()
-        for number in range(steps):
-            step(number)
-        return growth.grown(before, growth.held()), [
-            type(weight).__name__ for weight in net.seen if weight._transpose is not None
-        ]
+@on_ranks(2)
+@host()
+def test_inputs_that_live_as_long_as_the_model() -> None:
+    """With a parameter as the input each pass drops its copies, and no pass leaves a hook more."""
+    net = Net("fp8_current", "Linear")
+    net.clears = False
+    net.blocks = nn.ModuleList(FromParameter(block[0]) for block in net.blocks)
+    zerocast.fsdp2.prepare(net, zerocast.Recipe({"*.layer.weight": net.fmt}), present=integration().present)
+    for block in (*net.blocks, net):
+        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(12):
+        if step == 2:
+            before = growth.held()
+        net.train_once(step, models.batch(step, WIDTH).bfloat16())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not growth.grown(before, growth.held())
+    assert net.seen and not net.transposed()
 
 
-pytestmark = needs_te
-
-FORMATS = (*RECIPES, "mxfp8:block=32x32", "nvfp4:exact_in_fp8")
-EVERY_MODULE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_modules_compute_with_their_own_tensors(ranks: Ranks, world: int, fmt: str) -> None:
-    """Class, quantizer and bytes, over FSDP2's memory, after each step; nothing stays once it is resharded."""
-    kinds = EVERY_MODULE if fmt == "fp8_current" else ("Linear", "LayerNormLinear")
-    for wrong in ranks(world)(train, fmt, kinds):
-        assert wrong == []
-
-
-def test_copies_that_the_host_leaves_are_dropped(ranks: Ranks) -> None:
-    """GroupedLinear never clears the transposes that its backward pass makes, here no module does; weights may be frozen."""
-    for wrong in ranks(1)(train, "fp8_current", ("Linear", "GroupedLinear"), False):
-        assert wrong == []
-    assert ranks(1)(frozen) == [[]]
-
-
-def test_inputs_that_live_as_long_as_the_model(ranks: Ranks) -> None:
-    """A parameter as the input: each pass drops its copies, and no pass leaves a hook more."""
-    for grown, copies in ranks(2)(of_long_lived_inputs, 10):
-        assert not grown and not copies
-
-
+@host()
 def test_a_class_that_derives_from_the_hosts() -> None:
-    """As Megatron's TELinear does: its forward pass is the host's, and so is what it multiplies."""
-    with host():
-        layer = type("Mine", (module("module.linear").Linear,), {})(64, 64, device="cpu", params_dtype=torch.float32)
-        model = nn.ModuleDict({"layer": layer})
-        with pytest.raises(
-            ValueError, match="weight of a Mine is multiplied as one of transformer_engine's own tensors"
-        ):
-            zerocast.fsdp2.prepare(model, zerocast.Recipe({"*weight": "fp8_current"}))
-        assert not isinstance(layer.weight, MasterParameter)
-        presented = integration().present(layer, "weight", layer.weight)
-        assert type(presented).__name__ == "GatheredWeight"
+    """Megatron's TELinear is one: its forward pass is the host's, and so is what it multiplies."""
+    layer = type("Mine", (module("module.linear").Linear,), {})(64, 64, device="cpu", params_dtype=torch.float32)
+    said = "weight of a Mine is multiplied as one of transformer_engine's own tensors"
+    with pytest.raises(ValueError, match=said):
+        zerocast.fsdp2.prepare(nn.ModuleDict({"layer": layer}), zerocast.Recipe({"*weight": "fp8_current"}))
+    assert not isinstance(layer.weight, MasterParameter)
+    assert type(integration().present(layer, "weight", layer.weight)).__name__ == "GatheredWeight"
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("fmt", ["fp8_current", "mxfp8"])
+@host()
 def test_weights_that_stay_gathered(fmt: str) -> None:
     """What TransformerEngine clears after a backward pass is there again in the next one; after a step copies are new."""
-    with host():
-        net = build(fmt, reshard_after_forward=False)
+    net = Net(fmt).sharded(reshard_after_forward=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e4)
+    last_codes = []
+    for step in range(2):
         net.set_reshard_after_backward(False)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e4)
-        for step in range(2):
-            for _ in range(2):
-                net(models.batch(step, 64).bfloat16().requires_grad_()).float().square().mean().backward()
-            before, after = net.copies[-4:], net.copies[-8:-4]
-            for one, other in zip(before, after, strict=True):
-                casts.assert_same_bytes(one, other, f"{fmt}, step {step}")
-            optimizer.step()
-            optimizer.zero_grad()
-            net.set_reshard_after_backward(False)
-        assert (net.copies[0]["columnwise_data"] != net.copies[-4]["columnwise_data"]).any()
+        net.train_once(step)
+        before = list(net.copies)
+        net.train_once(step)
+        for one, other in zip(net.copies, before, strict=True):
+            casts.assert_same_bytes(one, other, f"{fmt}, step {step}")
+        last_codes.append(net.copies[-4]["columnwise_data"])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (last_codes[0] != last_codes[1]).any()
 
 
-def test_meta_device_and_recomputation(ranks: Ranks) -> None:
-    """`reset_parameters` of sharded modules writes masters; a recomputed forward pass changes nothing."""
-    for wrong in [*ranks(2)(by_meta_device), *ranks(2)(recomputed)]:
-        assert wrong == []
+@on_ranks(2)
+@host()
+def test_a_model_of_the_meta_device() -> None:
+    """`reset_parameters` of sharded modules writes masters."""
+    net = Net("fp8_current", device="meta").sharded()
+    net.to_empty(device="cpu")
+    for layer in (layer for block in net.blocks for layer in block):
+        layer.reset_parameters()
+    net.train_once()
+    check_bytes(net, "of the meta device")
 
 
+@on_ranks(2)
+@host()
+def test_a_recomputed_forward_pass_changes_nothing() -> None:
+    gradients = []
+    for recompute in (False, True):
+        net = Net("fp8_current").sharded()
+        if recompute:
+            for block in net.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        net.train_once()
+        gradients.append([parameter.grad.to_local() for parameter in net.parameters() if parameter.grad is not None])
+    assert gradients[0] and all(map(torch.equal, *gradients))
+
+
+def run_under_recipe(fmt: str, recipe: str, **options: Any) -> None:
+    """A forward pass under a recipe of TransformerEngine's."""
+    net = Net(fmt).sharded()
+    state = module("quantization").FP8GlobalStateManager.quantization_state
+    chosen = getattr(importlib.import_module("transformer_engine.common.recipe"), recipe)(**options)
+    with mock.patch.object(state, "fp8_enabled", True), mock.patch.object(state, "fp8_recipe", chosen):
+        net(models.batch(0, WIDTH).bfloat16())
+
+
+@on_ranks(1)
 @pytest.mark.notices(
     "te.autocast computes in another format than that of the gathered weights",
     where="TransformerEngine",
     answer="raises before the pass, and names both formats",
 )
-def test_the_recipe_in_use_must_be_that_of_the_weights(ranks: Ranks) -> None:
+@host()
+def test_the_recipe_in_use_must_be_that_of_the_weights() -> None:
     """Each recipe takes the weights that it would cast, and no others, whatever its options are."""
     for fmt, recipe in RECIPES.items():
-        assert ranks(1)(under_recipe, fmt, recipe, {}) == [""]
-    (error,) = ranks(1)(under_recipe, "fp8_block", "Float8CurrentScaling", {})
-    assert "is gathered as fp8_block" in error
-    assert "fp8_current: pass that format to zerocast.fsdp2.prepare" in error
-    (error,) = ranks(1)(under_recipe, "nvfp4", "NVFP4BlockScaling", {"disable_2d_quantization": True})
-    assert "16x16 tiles" in error
+        run_under_recipe(fmt, recipe)
+    with pytest.raises(RuntimeError, match=r"is gathered as fp8_block.* fp8_current: pass that format to"):
+        run_under_recipe("fp8_block", "Float8CurrentScaling")
+    with pytest.raises(RuntimeError, match="16x16 tiles"):
+        run_under_recipe("nvfp4", "NVFP4BlockScaling", disable_2d_quantization=True)
 
 
-def refusal(layer: Any, fmt: str = "fp8_current") -> str:
-    """The error of `prepare`, which leaves the model as it was."""
-    model = nn.Module()
-    model.layer = layer
-    before = dict(model.named_parameters())
-    with pytest.raises((TypeError, ValueError)) as caught:
-        zerocast.fsdp2.prepare(model, zerocast.Recipe({"*weight*": fmt}), present=integration().present)
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert not layer._forward_pre_hooks
-    return str(caught.value)
-
-
+@host()
 def test_exact_scales_are_said_not_to_be_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, since its own quantizer, which the gathered tensors have, would make other bytes of the same masters."""
-    with host(), caplog.at_level("INFO"):
-        gathered = importlib.import_module("zerocast.integrations.transformer_engine.gathered_weights")
-        gathered._log_exact_scales.cache_clear()
-        for fmt, count in (("nvfp4", 0), ("nvfp4:exact_in_fp8", 1), ("nvfp4:exact_in_fp8", 1)):
-            gathered.GatheredWeight().check(zerocast.get_format(fmt))
-            assert (
-                len([line for line in caplog.messages if "NVFP4Quantizer would make the scales of plain" in line])
-                == count
-            )
+    """They are once, since its own quantizer, which the gathered tensors have, would make other bytes of the same masters."""
+    caplog.set_level("INFO")
+    gathered = importlib.import_module("zerocast.integrations.transformer_engine.gathered_weights")
+    gathered._log_exact_scales.cache_clear()
+    for fmt, count in (("nvfp4", 0), ("nvfp4:exact_in_fp8", 1), ("nvfp4:exact_in_fp8", 1)):
+        gathered.GatheredWeight().check(zerocast.get_format(fmt))
+        said = [line for line in caplog.messages if "NVFP4Quantizer would make the scales of plain" in line]
+        assert len(said) == count
 
 
+@host()
 def test_what_is_refused() -> None:
-    """Before anything has changed, with what to do instead."""
-    with host():
-        linear = module("module.linear").Linear
-        options: dict[str, Any] = {"device": "cpu", "params_dtype": torch.float32}
-        split = linear(64, 96, bias=False, parameters_split=("query", "key", "value"), **options)
-        assert "fuse_qkv_params=True" in refusal(split)
-        assert "fuse_wgrad_accumulation=False" in refusal(linear(64, 64, fuse_wgrad_accumulation=True, **options))
-        quantized = linear(64, 64, **options)
-        quantized.primary_weights_in_fp8 = True
-        assert "outside of te.quantized_model_init" in refusal(quantized)
-        assert "no tensor that holds mxfp4" in refusal(linear(64, 64, **options), "mxfp4")
+    """The model is as it was, and the error says what to do instead."""
+
+    def check(layer: Any, said: str, fmt: str = "fp8_current") -> None:
+        model = nn.ModuleDict({"layer": layer})
+        before = dict(model.named_parameters())
+        with pytest.raises((TypeError, ValueError), match=said):
+            zerocast.fsdp2.prepare(model, zerocast.Recipe({"*weight*": fmt}), present=integration().present)
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        assert not layer._forward_pre_hooks
+
+    parts = ("query", "key", "value")
+    check(_layer("Linear", sizes=(64, 96), bias=False, parameters_split=parts), "fuse_qkv_params=True")
+    check(_layer("Linear", fuse_wgrad_accumulation=True), "fuse_wgrad_accumulation=False")
+    check(_layer("Linear"), "no tensor that holds mxfp4", "mxfp4")
+    quantized = _layer("Linear")
+    quantized.primary_weights_in_fp8 = True
+    check(quantized, r"outside of te.quantized_model_init")

@@ -5,78 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import casts, sharded
-from tests.sharded import Weight
-from tests.transformer_engine.casting import Casting
+from tests.transformer_engine.casting import NUMEL, TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
-from tests.transformer_engine.tensors import bytes_of
-from tests.workers import Ranks, error_of
-
-
-def wrong_on_one_rank(cases: tuple[Weight, ...]) -> str:
-    """The error where an option of rank 1's second weight is one that is not cast; no byte changes."""
-    with host_on_cpu():
-        casting = Casting(cases)
-        if casting.rank == 1:
-            casting.tensors[1]._quantizer.nvfp4_use_4over6 = True
-        before = [bytes_of(one) for one in casting.tensors]
-        error = error_of(casting.cast)
-        for held, one in zip(before, casting.tensors, strict=True):
-            casts.assert_same_bytes(bytes_of(one), held)
-        return error
-
-
-def wrong_in_a_later_call(case: Weight, moved: tuple[tuple[int, int], ...]) -> list[str]:
-    """Errors of calls whose arguments are wrong on rank 1: its options, its list, its cut; and of proper calls after each."""
-    with host_on_cpu():
-        casting, calls = Casting((case,)), integration()
-        masters, starts = casting.masters()
-        (start, stop), quantizer, errors = moved[casting.rank], casting.tensors[0]._quantizer, []
-        other_part = [case.master().view(-1)[start:stop].clone()]
-
-        def cast(*given: Any) -> None:
-            errors.append(error_of(lambda: calls.quantize_master_weights(casting.tensors, *given, None)))
-
-        cast(masters, starts)
-        is_wrong = casting.rank == 1
-        quantizer.block_scaling_dim = 1 if is_wrong else 2
-        cast(masters, starts)
-        quantizer.block_scaling_dim = 2
-        cast(masters, starts)
-        cast([*masters, None] if is_wrong else masters, starts)
-        cast(masters, starts)
-        cast(*(other_part, [start]) if is_wrong else (masters, starts))
-        cast(masters, starts)
-        casts.assert_same_bytes(
-            {
-                "rowwise_data": bytes_of(casting.tensors[0])["rowwise_data"].reshape(-1)[
-                    slice(*case.spans[casting.rank])
-                ]
-            },
-            {"rowwise_data": sharded.expected(case)["rowwise_data"].reshape(-1)[slice(*case.spans[casting.rank])]},
-        )
-        return errors
-
-
-def other_formats(cases: tuple[Weight, ...]) -> str:
-    """The error where ranks pass different lists."""
-    with host_on_cpu():
-        casting = Casting(cases if dist.get_rank() == 0 else cases[::-1])
-        return error_of(casting.cast)
-
+from tests.workers import on_ranks
 
 pytestmark = needs_te
-
-SHAPE = (64, 96)
-NUMEL = SHAPE[0] * SHAPE[1]
-TILES = "mxfp8:block=32x32"
-
-
-def halves(fmt: str, offset: int = 0) -> Weight:
-    middle = NUMEL // 2 + offset
-    return Weight(fmt, SHAPE, ((0, middle), (middle, NUMEL)))
 
 
 def quantizer(**options: Any) -> Callable[[Any], None]:
@@ -149,7 +84,7 @@ REFUSED = {
 }
 
 
-SET_LATER = ("4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype")
+SET_LATER = ("4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype", "no scales")
 
 
 @pytest.mark.usefixtures("te")
@@ -162,47 +97,38 @@ SET_LATER = ("4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x1
 def test_refused_with_the_reason(name: str, calls: int) -> None:
     """In the first call, or after some that were right, of the same list and masters."""
     fmt, change, reason = REFUSED[name]
-    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)), Weight(fmt, SHAPE, ((0, NUMEL),))))
+    here = Casting(weights_of("fp8_current", fmt))
     masters, starts = here.masters()
     for _ in range(calls):
         integration().quantize_master_weights(here.tensors, masters, starts, None)
     change(here.tensors[1])
-    before = [bytes_of(one) for one in here.tensors]
+    before = here.bytes()
     with pytest.raises((ValueError, TypeError, RuntimeError), match=f"model weight 1: .*{reason}"):
         integration().quantize_master_weights(here.tensors, masters, starts, None)
-    for one, held in zip(here.tensors, before, strict=True):
-        casts.assert_same_bytes(bytes_of(one), held)
+    for held, found in zip(before, here.bytes(), strict=True):
+        casts.assert_same_bytes(found, held)
 
 
 @pytest.mark.usefixtures("te")
 def test_arguments_that_do_not_fit() -> None:
-    here, calls = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)),)), integration()
+    here, calls = Casting(weights_of("fp8_current")), integration()
     (weight,), (master,) = here.tensors, here.masters()[0]
     assert master is not None
+    shard = torch.zeros(5, dtype=torch.uint8)
     for arguments, reason in (
-        (
-            ([weight], [master], [0, 1]),
-            "lists differ in length: 1 model weights, 1 master weights, 2 start offsets, 1 shards",
-        ),
-        (([weight], [master], [1]), r"elements \[1, 6145\) are not inside the weight's 6144"),
-        (([weight], [master], [-1]), r"elements \[-1, 6143\) are not inside"),
-        (([weight], [master], [None]), "needs its start offset as an int"),
-        (([weight], [master.half()], [0]), "the master is torch.float16; float32 or the nominal torch.bfloat16"),
-        (([weight, weight], [master, None], [0, None]), "model weights 0 and 1 are the same weight"),
-        (
-            ([torch.zeros(3)], [None], [None]),
-            "model weight 0: it is a Tensor: a quantized tensor of TransformerEngine is",
-        ),
+        (([weight], [master], [0, 1], None), "lists differ in length: 1 model weights, .* 2 start offsets, 1 shards"),
+        (([weight], [master], [1], None), r"elements \[1, 6145\) are not inside the weight's 6144"),
+        (([weight], [master], [-1], None), r"elements \[-1, 6143\) are not inside"),
+        (([weight], [master], [None], None), "needs its start offset as an int"),
+        (([weight], [master.half()], [0], None), "the master is torch.float16; float32 or the nominal torch.bfloat16"),
+        (([weight, weight], [master, None], [0, None], None), "model weights 0 and 1 are the same weight"),
+        (([torch.zeros(3)], [None], [None], None), "model weight 0: it is a Tensor: a quantized tensor"),
         (([weight], [master], [0], None, [None]), "it has a master on this rank and no shard to cast it into"),
-        (
-            ([weight], [master], [0], None, [torch.zeros(5, dtype=torch.uint8)]),
-            "the shard needs 6144 bytes, its storage has 5",
-        ),
+        (([weight], [master], [0], None, [shard]), "the shard needs 6144 bytes, its storage has 5"),
         (([weight], [master], [0], None, ["here"]), "its shard is str; tensors of codes are needed"),
     ):
-        rest = arguments[3:] or (None,)
         with pytest.raises((TypeError, ValueError), match=reason):
-            calls.quantize_master_weights(*arguments[:3], *rest)
+            calls.quantize_master_weights(*arguments)
     with pytest.raises(TypeError, match="model weight 1: it is a int"):
         calls.post_all_gather_processing([weight, 3])
     assert calls.quantize_master_weights([], [], [], None) is None
@@ -211,49 +137,63 @@ def test_arguments_that_do_not_fit() -> None:
 @pytest.mark.usefixtures("te")
 def test_masters_of_no_elements() -> None:
     """TransformerEngine fails at them for current scaling; a weight that nobody has a master of stays as it is."""
-    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)),))
-    before = bytes_of(here.tensors[0])
+    here = Casting(weights_of("fp8_current"))
+    (before,) = here.bytes()
     integration().quantize_master_weights(here.tensors, [torch.zeros(0)], [0], None)
-    casts.assert_same_bytes(bytes_of(here.tensors[0]), before)
+    casts.assert_same_bytes(here.bytes()[0], before)
 
 
-@pytest.mark.usefixtures("te")
-def test_a_later_call_that_is_wrong_changes_nothing() -> None:
-    here = Casting((Weight("fp8_block", SHAPE, ((0, NUMEL),)),))
-    here.cast()
-    scales = here.tensors[0]._rowwise_scale_inv
-    here.tensors[0]._rowwise_scale_inv = None
-    with pytest.raises(ValueError, match="model weight 0: it has no _rowwise_scale_inv"):
-        here.cast(1)
-    here.tensors[0]._rowwise_scale_inv = scales
-    here.cast(1)
-    casts.assert_same_bytes(
-        bytes_of(here.tensors[0]), {"rowwise_data": sharded.expected(here.cases[0], step=1)["rowwise_data"]}
-    )
-
-
+@on_ranks(2)
 @pytest.mark.notices(
     "an argument of the first call with a list of weights is wrong on one rank",
     where="TransformerEngine",
     answer="raises on all ranks",
 )
-def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    for error in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
-        assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")
-    for error in ranks(2)(other_formats, (halves("fp8_current"), halves("nvfp4"))):
-        assert error.startswith("ValueError: weight 0 is fp8_current (64, 96) torch.bfloat16 on rank 0 and nvfp4")
+@host_on_cpu()
+def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
+    """An option of a weight, and another order of the list; no byte changes."""
+    cases = weights_of("fp8_current", "nvfp4", cuts=(NUMEL // 2,))
+    here = Casting(cases)
+    before = here.bytes()
+    here.tensors[1]._quantizer.nvfp4_use_4over6 = here.rank == 1
+    with pytest.raises(ValueError, match="rank 1: model weight 1: nvfp4_use_4over6 is True"):
+        here.cast()
+    for held, found in zip(before, here.bytes(), strict=True):
+        casts.assert_same_bytes(found, held)
+    with pytest.raises(ValueError, match=r"weight 0 is fp8_current \(64, 96\) torch.bfloat16 on rank 0 and nvfp4"):
+        Casting(cases[:: -1 if here.rank else 1]).cast()
 
 
+@on_ranks(2)
 @pytest.mark.notices(
     "an argument of a later call is wrong on one rank",
     where="TransformerEngine",
     answer="raises on all ranks",
 )
-def test_what_is_wrong_in_a_later_call_raises_on_all(ranks: Ranks) -> None:
-    case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
-    for errors in ranks(2)(wrong_in_a_later_call, case, moved.spans):
-        first, option, _, lists, _, cut, last = errors
-        assert "rank 1: model weight 0: block_scaling_dim is 1" in option
-        assert "rank 1: lists differ in length" in lists
-        assert "rank 1: this rank owns different elements of QuantizedWeight(shape=(64, 96)" in cut
-        assert [first, *errors[2:5:2], last] == [""] * 4
+@host_on_cpu()
+def test_what_is_wrong_in_a_later_call_raises_on_all() -> None:
+    """An option, the length of a list, and the cut; proper calls between them are as before."""
+    (case,) = weights_of("fp8_block", cuts=(NUMEL // 2,))
+    (moved,) = weights_of("fp8_block", cuts=(NUMEL // 2 + 7,))
+    here, calls = Casting((case,)), integration()
+    is_wrong, quantizer, right = here.rank == 1, here.tensors[0]._quantizer, here.masters()
+
+    def cast(given: Any) -> None:
+        calls.quantize_master_weights(here.tensors, *given, None)
+
+    cast(right)
+    quantizer.block_scaling_dim = 1 if is_wrong else 2
+    with pytest.raises(ValueError, match="rank 1: model weight 0: block_scaling_dim is 1"):
+        cast(right)
+    quantizer.block_scaling_dim = 2
+    cast(right)
+    with pytest.raises(ValueError, match="rank 1: lists differ in length"):
+        cast(([*right[0], None], right[1]) if is_wrong else right)
+    cast(right)
+    other_part, start = moved.shard(here.rank)
+    with pytest.raises(RuntimeError, match=r"rank 1: this rank owns different elements of QuantizedWeight\(shape="):
+        cast(([other_part], [start]) if is_wrong else right)
+    cast(right)
+    owned = slice(*case.spans[here.rank])
+    found, expected = here.bytes()[0], sharded.expected(case)
+    assert (found["rowwise_data"][owned] == expected["rowwise_data"][owned]).all()
