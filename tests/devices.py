@@ -77,6 +77,16 @@ def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None
 
 
 @contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """While the context is open, an operation that lets the host wait for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
     """While the context is open, torch uses this number of threads."""
     before = torch.get_num_threads()

@@ -79,7 +79,7 @@ def test_a_model_compiles_whole(fmt: str, backend: str) -> None:
 
 
 def losses(fmt: str, compiled: bool) -> list[float]:
-    """Of three steps of a ZeroAdamW, which casts into the storage that graphs read."""
+    """Return the losses of three steps of a ZeroAdamW, which casts into the storage that graphs read."""
     torch._dynamo.reset()
     model = test_compiled.built(fmt, on_demand=False, device="cuda", shape=(256, 512))
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-2)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.devices import gpus
+from tests.devices import gpus, waiting_is_an_error
 from tests.gemm import test_compiled
-from tests.gemm.test_gemm_choice import A100, B200, CPU, H200, L40
 from tests.scaled_mm import emulated_grouped
-from zerocast import gemm, get_format
+from zerocast import gemm
 from zerocast.backends import ops
 from zerocast.gemm import per_row
 from zerocast.weight.gathered_operands import GatheredOperands
@@ -85,35 +84,29 @@ def product(x: Tensor, matrices: Tensor, scale: Tensor, offs: Tensor | None, is_
 
 @pytest.mark.parametrize("on_demand", [False, True])
 @pytest.mark.parametrize("is_as_stored", [False, True])
+@pytest.mark.parametrize("is_grouped", [True, False])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_grouped_products_are_those_of_the_dequantized_weight(
-    fmt: str, is_as_stored: bool, on_demand: bool, device: str
+def test_products_are_those_of_the_dequantized_weight(
+    fmt: str, is_grouped: bool, is_as_stored: bool, on_demand: bool, device: str
 ) -> None:
     """To the bit, forward and backward, whichever way the experts are stored, from a kept copy or one made for the product."""
-    weight, offs = experts(fmt, device, on_demand), ends(device)
+    weight = experts(fmt, device, on_demand)
     codes, scale = in_fp8(weight)
     forward = codes if is_as_stored else codes.transpose(1, 2)
-    x = inputs(forward.shape[1], device).requires_grad_()
-    y = torch._grouped_mm(x, weight if is_as_stored else weight.transpose(1, 2), offs=offs)
-    grad = inputs(y.shape[1], device)
+    operand = weight if is_as_stored else weight.transpose(1, 2)
+    if is_grouped:
+        offs, rows = ends(device), ENDS[-1]
+        x = inputs(forward.shape[1], device).requires_grad_()
+        y = torch._grouped_mm(x, operand, offs=offs)
+        grad = inputs(y.shape[1], device)
+    else:
+        offs, rows = None, EXPERTS
+        x = torch.randn(EXPERTS, 24, forward.shape[1], device=device).to(BF16).requires_grad_()
+        y = torch.bmm(x, operand)
+        grad = torch.randn_like(y)
     (found,) = torch.autograd.grad(y, x, grad)
-    last = ENDS[-1]
-    assert torch.equal(y[:last], product(x.detach(), forward, scale, offs, False)[:last])
-    assert torch.equal(found[:last], product(grad, forward.transpose(1, 2), scale, offs, True)[:last])
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("is_as_stored", [False, True])
-def test_batched_products(fmt: str, is_as_stored: bool, device: str) -> None:
-    weight = experts(fmt, device)
-    codes, scale = in_fp8(weight)
-    forward = codes if is_as_stored else codes.transpose(1, 2)
-    x = torch.randn(EXPERTS, 24, forward.shape[1], device=device).to(BF16).requires_grad_()
-    y = torch.bmm(x, weight if is_as_stored else weight.mT)
-    assert torch.equal(y, product(x.detach(), forward, scale, None, False))
-    grad = torch.randn_like(y)
-    (found,) = torch.autograd.grad(y, x, grad)
-    assert torch.equal(found, product(grad, forward.transpose(1, 2), scale, None, True))
+    assert torch.equal(y[:rows], product(x.detach(), forward, scale, offs, False)[:rows])
+    assert torch.equal(found[:rows], product(grad, forward.transpose(1, 2), scale, offs, True)[:rows])
 
 
 def rounded(x: Tensor, rows: int) -> Tensor:
@@ -251,54 +244,6 @@ def test_what_is_not_finite_stays_so(bad: float, device: str) -> None:
     assert weight.grad[3, :, 7].isnan().all() and weight.grad[..., 8:].isfinite().all()
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------------------
-
-
-def case(fmt: str, on: dict[str, Any], **changes: Any) -> gemm.Case:
-    options = {"format": get_format(fmt), "matrix_shape": (M, K), "experts": EXPERTS, "dtype": BF16, **on, **changes}
-    return gemm.Case(**options)
-
-
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_delayed", EXACT])
-def test_hopper_multiplies_all_experts_at_once(fmt: str) -> None:
-    for preference in ("auto", "scaled_mm", "block_128"):
-        assert gemm.decide(case(fmt, H200), preference) == ("per_row", "")
-    assert gemm.decide(case(fmt, H200), "dequantize") == ("dequantize", "asked for")
-    assert gemm.decide(case(fmt, H200, experts=0), "auto").path == "per_tensor"
-
-
-@pytest.mark.parametrize(
-    ("fmt", "on", "changes", "reason"),
-    [
-        (EXACT, CPU, {}, "runs on Hopper GPUs .* not on cpu tensors"),
-        (EXACT, A100, {}, "this device has 8.0"),
-        (EXACT, L40, {}, "this device has 8.9"),
-        (EXACT, B200, {}, "this device has 10.0"),
-        (EXACT, H200, {"dtype": torch.float16}, "results are bfloat16, not float16"),
-        (EXACT, H200, {"dtype": torch.float32}, "not float32"),
-        (EXACT, H200, {"experts": 1024}, "fewer than 1024 experts, the weight has 1024"),
-        (EXACT, H200, {"aligned": False}, "multiple of 16 bytes"),
-        ("fp8_current", H200, {"matrix_shape": (40, 64)}, r"multiples of 16, the weight is \[40, 64\]"),
-        ("fp8_current:element=e5m2", H200, {}, "must be e4m3, it is e5m2"),
-        ("fp8_block", H200, {}, "fp8_block.* has no scaled product of all experts"),
-        ("mxfp4", H200, {}, "mxfp4.* has no scaled product of all experts"),
-        ("mxfp8", B200, {}, "mxfp8.* has no scaled product of all experts"),
-        ("nvfp4", B200, {}, "nvfp4 has no scaled product of all experts"),
-    ],
-)
-def test_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
-    found = gemm.decide(case(fmt, on, **changes), "auto")
-    assert found.path == "dequantize" and re.search(reason, found.reason), found
-    assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, found.reason)
-    is_unused = on is H200 and "scaled product" not in reason
-    assert gemm.falls_back(case(fmt, on, **changes), "auto") == is_unused
-
-
-def test_a_torch_without_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_scaled_grouped_mm")
-    assert next(per_row.unsupported_reasons(case(EXACT, H200))) == "this torch has no torch._scaled_grouped_mm"
-
-
 def test_a_layer_says_what_it_takes(device: str) -> None:
     model = nn.ParameterDict({"exact": experts(EXACT, device), "blocks": experts("mxfp4", device)})
     rows = {row.name: row for row in zerocast.backends.report(model).layers}
@@ -354,11 +299,8 @@ class TestOnAGpu:
             return [y[: ENDS[-1]], *torch.autograd.grad(y, [leaf, weight], grad)]
 
         expected = step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             found = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         expected[1], found[1] = expected[1][: ENDS[-1]], found[1][: ENDS[-1]]
         assert all(map(torch.equal, expected, found))
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import casts
-from tests.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format, quantize_
 from zerocast.backends.reference import dequantize
 from zerocast.gemm import block_128, inputs, per_tensor, torch_api
@@ -126,13 +125,13 @@ def test_only_where_a_path_has_it() -> None:
     assert weight.gemm_choice().reason != "asked for"  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("emulation")
 @pytest.mark.parametrize("tokens", [256, 200])
 @pytest.mark.parametrize("power_of_2", [False, True])
-def test_block_weight_gradients(power_of_2: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_weight_gradients(power_of_2: bool, tokens: int) -> None:
     """Both operands in groups of 128 tokens, or the input in blocks of 128x128, each quantized from BF16; the blocks are as
     exact for every feature, of magnitudes three orders apart within a block.
     """
-    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
     grad, x = (torch.randn(tokens, n).to(BF16) * torch.logspace(-3, 3, n).to(BF16) for n in (128, 256))
     exact, errors = grad.float().t() @ x.float(), []
@@ -176,7 +175,7 @@ def test_inputs_and_gradients_of_any_strides() -> None:
 
 @pytest.mark.usefixtures("scaled_mm")
 def test_an_input_gradient_by_operators() -> None:
-    """As torch.func and DTensor compute it: its codes have the element of gradients there too."""
+    """torch.func and DTensor compute it so: its codes have the element of gradients there too."""
     weight, x, grad = cast("fp8_current"), torch.randn(4, 64).to(BF16).requires_grad_(), torch.randn(4, 48).to(BF16)
     F.linear(x, weight).backward(grad)
     _, pull_back = torch.func.vjp(lambda x: F.linear(x, weight), x.detach())
@@ -219,6 +218,7 @@ def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
     return value
 
 
+@pytest.mark.usefixtures("emulation")
 @pytest.mark.parametrize("rows", [(32,), (37,), (2, 5), (0,)])
 @pytest.mark.parametrize(
     ("path", "fmt", "shape", "loss"),
@@ -233,13 +233,10 @@ def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
         ("nvfp4", "nvfp4", (160, 96), 0.14),
     ],
 )
-def test_operands_multiply_to_the_product(
-    path: str, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operands_multiply_to_the_product(path: str, fmt: str, shape: tuple[int, int], loss: float, rows: Any) -> None:
     """Against an emulation of the documented interface: right up to the rounding of the input, in both directions."""
-    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     weight: Any = cast(fmt, shape)
-    x, grad, bias = (torch.randn(*rows, n).to(BF16) for n in (shape[1], shape[0], shape[0]))
+    x, grad = (torch.randn(*rows, n).to(BF16) for n in (shape[1], shape[0]))
     bias = torch.randn(shape[0]).to(BF16)
     y, dx = multiply(path, x, weight, bias=bias), multiply_gradient(path, grad, weight)
     assert y.shape == grad.shape and dx.shape == x.shape and y.dtype is dx.dtype is BF16
@@ -252,29 +249,19 @@ def test_operands_multiply_to_the_product(
         assert exact.numel() == 0 or error > loss / 40, "the input was quantized"
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
-def test_four_bits_multiply_as_eight(on_demand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of an mxfp4 weight are those of its exact value stored as fp8_block, to the bit; gradients too."""
-    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+def four_and_eight_bits() -> tuple[Any, Any]:
+    """An mxfp4 weight, and its exact value stored as fp8_block."""
     spread = torch.exp2(torch.randint(-12, 13, (8, 20)).float()).repeat_interleave(32, 0).repeat_interleave(32, 1)
     weight: Any = nn.Parameter(casts.cast_whole("mxfp4", torch.randn(256, 640) * spread, torch.float32))
-    weight.state.columnwise_on_demand = on_demand
     exact = weight.read(columnwise=False, dtype=torch.float32)
     eight: Any = nn.Parameter(casts.cast_whole("fp8_block", exact, torch.float32))
     assert torch.equal(eight.read(columnwise=False, dtype=torch.float32), exact)
-    x, grad, bias = torch.randn(37, 640).to(BF16), torch.randn(37, 256).to(BF16), torch.randn(256).to(BF16)
-    found, expected = (
-        (multiply("block_128", x, w, bias=bias), multiply_gradient("block_128", grad, w)) for w in (weight, eight)
-    )
-    assert all(map(torch.equal, found, expected))
+    return weight, eight
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
-def test_exact_nvfp4_multiplies_as_blocks_of_one_scale(on_demand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products by path block_128 are those of an fp8_block weight with the same FP8 values and the scale of the tensor."""
-    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+def exact_nvfp4_and_blocks() -> tuple[Any, Any]:
+    """A weight of exact nvfp4, and an fp8_block weight with the same FP8 values and the scale of the tensor."""
     weight: Any = nn.Parameter(casts.cast_whole("nvfp4:exact_in_fp8", torch.randn(256, 640), torch.float32))
-    weight.state.columnwise_on_demand = on_demand
     tensor_scale = 8 * (weight.amax / 2688)
     codes = (weight.read(columnwise=False, dtype=torch.float32) / tensor_scale).to(torch.float8_e4m3fn)
     # Any cast makes the buffers, which are then overwritten.
@@ -282,9 +269,19 @@ def test_exact_nvfp4_multiplies_as_blocks_of_one_scale(on_demand: bool, monkeypa
     eight.state.columnwise_on_demand = True
     eight.state.buffers["rowwise_data"].copy_(codes.view(torch.uint8))
     eight.state.buffers["rowwise_scale_inv"].fill_(float(tensor_scale))
-    x, grad = torch.randn(37, 640).to(BF16), torch.randn(37, 256).to(BF16)
+    return weight, eight
+
+
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize("make", [four_and_eight_bits, exact_nvfp4_and_blocks])
+def test_products_are_those_of_the_same_values_in_fp8_block(make: Any, on_demand: bool) -> None:
+    """They are to the bit by path block_128, gradients too."""
+    weight, eight = make()
+    weight.state.columnwise_on_demand = on_demand
+    x, grad, bias = torch.randn(37, 640).to(BF16), torch.randn(37, 256).to(BF16), torch.randn(256).to(BF16)
     found, expected = (
-        (multiply("block_128", x, w, bias=None), multiply_gradient("block_128", grad, w)) for w in (weight, eight)
+        (multiply("block_128", x, w, bias=bias), multiply_gradient("block_128", grad, w)) for w in (weight, eight)
     )
     assert all(map(torch.equal, found, expected)) and found[0].any()
 
@@ -296,14 +293,12 @@ def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) ->
     assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
 
 
+@pytest.mark.usefixtures("emulation")
 @pytest.mark.parametrize(
     ("path", "fmt"), [("block_128", "fp8_block"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so_in_groups(
-    path: str, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+def test_what_is_not_finite_stays_so_in_groups(path: str, fmt: str, bad: float) -> None:
     x = torch.randn(16, 256).to(BF16)
     x[3, 200] = bad
     y = multiply(path, x, cast(fmt, (128, 256)))

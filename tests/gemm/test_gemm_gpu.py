@@ -12,6 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import zerocast
+from tests import devices
 from zerocast import gemm
 from zerocast.formats import Element, FormatSpec
 from zerocast.formats.element import E4M3, E5M2
@@ -33,6 +34,7 @@ CASES = [
     ("block_128", "mxfp4", (256, 640)),
     ("block_128", "nvfp4:exact_in_fp8", (256, 640)),
 ]
+ONE_OF_EACH = [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
 
 
 @pytest.fixture(autouse=True)
@@ -145,9 +147,7 @@ def test_forward_and_gradients(path: str, fmt: str, shape: tuple[int, int], rows
     torch.testing.assert_close(bias.grad, flat.sum(0))
 
 
-@pytest.mark.parametrize(
-    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
-)
+@pytest.mark.parametrize(("path", "fmt"), ONE_OF_EACH)
 def test_other_dtypes_strides_and_ways_to_write_it(path: str, fmt: str) -> None:
     weight = parameter(fmt, (256, 384))
     needs(path, weight)
@@ -161,16 +161,12 @@ def test_other_dtypes_strides_and_ways_to_write_it(path: str, fmt: str) -> None:
     F.linear(leaf, weight).sum().backward()  # an expanded gradient
     assert leaf.grad is not None and leaf.grad.isfinite().all()
     half = parameter(fmt, (256, 384), torch.float16)
-    assert_product(
-        F.linear(x.half(), half),
-        seen(path, x.half(), E4M3, has_power_of_2_scales(half.format)),
-        half.read(columnwise=False, dtype=torch.float32).double().t(),
-    )
+    left = seen(path, x.half(), E4M3, has_power_of_2_scales(half.format))
+    right = half.read(columnwise=False, dtype=torch.float32).double().t()
+    assert_product(F.linear(x.half(), half), left, right)
 
 
-@pytest.mark.parametrize(
-    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
-)
+@pytest.mark.parametrize(("path", "fmt"), ONE_OF_EACH)
 def test_autocast_and_no_rows(path: str, fmt: str) -> None:
     weight = parameter(fmt, (256, 384), torch.float32)
     x = torch.randn(16, 384, device="cuda", requires_grad=True)
@@ -212,9 +208,7 @@ def test_four_bits_multiply_as_eight(on_demand: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(
-    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
-)
+@pytest.mark.parametrize(("path", "fmt"), ONE_OF_EACH)
 def test_what_is_not_finite_stays_so(path: str, fmt: str, bad: float) -> None:
     weight = parameter(fmt, (256, 384))
     needs(path, weight)
@@ -255,9 +249,7 @@ def test_what_cannot_run_is_dequantized_or_refused(fmt: str, shape: tuple[int, i
         F.linear(x, weight)
 
 
-@pytest.mark.parametrize(
-    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
-)
+@pytest.mark.parametrize(("path", "fmt"), ONE_OF_EACH)
 def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
     """No synchronisation, no allocation that a CUDA graph could not hold; a replay gives the bits of an eager run."""
     weight = parameter(fmt, (256, 384)).detach()
@@ -285,11 +277,8 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with devices.waiting_is_an_error():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_replay_swizzles_the_scales_of_its_time() -> None:
@@ -315,11 +304,8 @@ def test_a_copy_made_for_a_product_makes_the_host_wait_for_nothing(fmt: str) -> 
     (expected,) = torch.autograd.grad(F.linear(x, weight), x, grad)
     weight.state.columnwise_on_demand = True
     torch.autograd.grad(F.linear(x, weight), x, grad)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with devices.waiting_is_an_error():
         found = [torch.autograd.grad(F.linear(x, weight), x, grad)[0] for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, expected) for one in found)
 
 
