@@ -1,6 +1,5 @@
 """A receiver cannot be fooled: whatever small thing happens to a refit is noticed, and its state is defined afterwards."""
 
-import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -67,10 +66,6 @@ def at_refit(number: int, **options: Any) -> Receiver:
     return accepted(Receiver(**options), [[], RECORDED.full, RECORDED.full + RECORDED.delta][number])
 
 
-def copied(messages: list[Sent]) -> list[Sent]:
-    return [(copy.deepcopy(header), [tensor.clone() for tensor in tensors]) for header, tensors in messages]
-
-
 def check(before: int, messages: list[Sent], what: object, in_place: bool = False) -> None:
     """The messages are noticed; then the receiver is complete as before, or gives nothing out; a full refit mends it."""
     receiver, error = at_refit(before), None
@@ -108,10 +103,8 @@ def flipped(tensor: Tensor) -> Iterator[tuple[object, Tensor]]:
         yield ("sign bits", start), damaged
     for distance in (1, 2, 4, 8, 16):
         if data.numel() >= 2 * distance and not torch.equal(data[:distance], data[distance : 2 * distance]):
-            yield (
-                ("swapped words", distance),
-                torch.cat([data[distance : 2 * distance], data[:distance], data[2 * distance :]]),
-            )
+            words = data[:distance], data[distance : 2 * distance], data[2 * distance :]
+            yield ("swapped words", distance), torch.cat([words[1], words[0], words[2]])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -124,39 +117,28 @@ def test_damaged_bytes(name: str, in_place: bool) -> None:
             for what, damaged in flipped(tensor) if tensor.nbytes else ():
                 other = [*tensors]
                 other[position] = damaged.view(tensor.dtype).view(tensor.shape)
-                check(
-                    before,
-                    [*messages[:index], (header, other), *messages[index + 1 :]],
-                    (index, position, what),
-                    in_place,
-                )
+                sent = [*messages[:index], (header, other), *messages[index + 1 :]]
+                check(before, sent, (index, position, what), in_place)
                 count += 1
     assert count > 50
 
 
-def forged(value: Any) -> Iterator[Any]:
-    """Other values like this one."""
-    if isinstance(value, int):
-        yield from (value + 1, value - 1, -value - 1, str(value))
-    elif isinstance(value, str):
-        yield from (value + "x", value[:-1], None, {"full": "delta", "delta": "end", "end": "full"}.get(value, ""))
-    else:
-        for index, part in enumerate(value):
-            yield [*value[:index], *value[index + 1 :]]
-            yield from ([*value[:index], other, *value[index + 1 :]] for other in forged(part))
+def another(value: Any) -> Any:
+    """A value like this one."""
+    if isinstance(value, list):
+        return [*value[:-1], another(value[-1])] if value else [0]
+    return value + 1 if isinstance(value, int) else f"{value}x"
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", REFITS)
-def test_forged_headers(name: str, in_place: bool) -> None:
+def test_forged_headers(name: str) -> None:
+    """They are told by their digest. Those with a digest of their own: test_misuses.py."""
     before, messages = REFITS[name]
     for index, (header, tensors) in enumerate(messages):
-        others = [{**header, key: other} for key, value in header.items() for other in forged(value)]
+        others = [{**header, key: another(value)} for key, value in header.items()]
         others += [{key: header[key] for key in header if key != gone} for gone in header]
-        others += [{**header, "more": 1}, {}]
-        for other in others:
-            if other != header:
-                check(before, [*messages[:index], (other, tensors), *messages[index + 1 :]], (index, other), in_place)
+        for other in (*others, {**header, "more": 1}, {}):
+            check(before, [*messages[:index], (other, tensors), *messages[index + 1 :]], (index, other))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -277,9 +259,8 @@ def test_a_gpu_sums_the_same_number(count: int) -> None:
 @pytest.mark.parametrize("fill", ["zeros", "ones", "random"])
 def test_no_two_flipped_bits_cancel(fill: str) -> None:
     """All pairs of words of 64, each bit of a word: where a linear digest has one number, this has as many as pairs."""
-    words = {"zeros": torch.zeros(64), "ones": torch.full((64,), -1), "random": torch.randint(2**62, (64,))}[
-        fill
-    ].long()
+    fills = {"zeros": torch.zeros(64), "ones": torch.full((64,), -1), "random": torch.randint(2**62, (64,))}
+    words = fills[fill].long()
     seen = {digest(words)}
     for bit in range(64):
         for distance in (1, 9, 32):

@@ -101,13 +101,23 @@ class Rank:
     def accept(self, messages: Recorded) -> str:
         """Let the engine take recorded messages. Returns the error that it raises, or an empty text."""
         try:
-            for header, tensors in messages:
-                self.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
-                if header["kind"] == "end":
+            for message in messages:
+                self.stage([message])
+                if message[0]["kind"] == "end":
                     self.receiver.apply()
         except RefitError as error:
             return str(error)
         return ""
+
+    def stage(self, messages: Recorded) -> None:
+        """Let the engine take messages, which it does not apply."""
+        for header, tensors in messages:
+            self.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+
+    def place(self, shapes: dict[str, ModelTensor], regions: Mapping[str, list[Region]]) -> None:
+        """Let the engine have these tensors, at these places of what is sent."""
+        self.weights.shapes.update(shapes)
+        self.weights.regions = lambda layout: regions  # type: ignore[method-assign]
 
     def is_servable(self) -> bool:
         try:
@@ -152,7 +162,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def on_engine(size: int, run: Callable[[Rank], Any]) -> list[Any]:
-    """What `run` returns on each rank of an engine."""
+    """Returns what `run` does on each rank of an engine."""
     if size == 1:
         return [run(Rank(Group(None, 0, 1)))]
     results, _ = simulate(size, lambda group: run(Rank(group)))
@@ -394,16 +404,8 @@ def rows(first: int, count: int, columns: int) -> Strided:
     ("taken", "padding", "refusal"),
     [
         ([(0, 64), (64, 192)], [], ""),
-        (
-            [(0, 128), (0, 128)],
-            [],
-            "16384 of the 32768 elements of down.weight are filled, 16384 of them more than once",
-        ),
-        (
-            [(0, 128), (64, 192)],
-            [],
-            "32768 of the 32768 elements of down.weight are filled, 8192 of them more than once",
-        ),
+        ([(0, 128), (0, 128)], [], "16384 of the 32768 elements of down.weight are filled, 16384 of them more"),
+        ([(0, 128), (64, 192)], [], "32768 of the 32768 elements of down.weight are filled, 8192 of them more"),
         ([(0, 64)], [(64, 192)], ""),
         ([(0, 64)], [(0, 192)], "24576 of the 32768 elements of down.weight are filled, 8192 of them more than once"),
     ],
@@ -419,18 +421,14 @@ def test_every_element_of_an_engine_is_filled_once(
     full = recorded(Sender(nn.ModuleDict({"down": layer}), "bf16").named_tensors())
 
     def run(rank: Rank) -> None:
-        def regions(layout: Layout) -> Mapping[str, list[Region]]:
-            places = tuple(rows(first, count, columns) for first, count in padding)
-            rank.weights.shapes["down.weight"] = ModelTensor(torch.bfloat16, (256, columns), places)
-            before = [sum(count for _, count in taken[:i]) for i in range(len(taken))]
-            return {
-                "down.weight": [
-                    Region(rows(start, count, columns), "down.weight", rows(first, count, columns))
-                    for start, (first, count) in zip(before, taken, strict=True)
-                ]
-            }
-
-        rank.weights.regions = regions  # type: ignore[method-assign]
+        places = tuple(rows(first, count, columns) for first, count in padding)
+        before = [sum(count for _, count in taken[:i]) for i in range(len(taken))]
+        regions = [
+            Region(rows(start, count, columns), "down.weight", rows(first, count, columns))
+            for start, (first, count) in zip(before, taken, strict=True)
+        ]
+        shape = ModelTensor(torch.bfloat16, (256, columns), places)
+        rank.place({"down.weight": shape}, {"down.weight": regions})
         error = rank.accept(full)
         assert refusal in error and bool(refusal) == bool(error) == (not rank.is_servable())
         if not refusal:
@@ -455,12 +453,9 @@ def test_elements_of_which_an_engine_takes_one() -> None:
         accepted.append(recorded(sender.named_tensors() if value == 4 else sender.named_deltas(4)))
 
     def run(rank: Rank) -> None:
-        def regions(layout: Layout) -> Mapping[str, list[Region]]:
-            rank.weights.shapes["scales"] = ModelTensor(torch.float32, (3,), is_uniform=True)
-            places = {name: Strided((1,), (1,), "qkv".index(name)) for name, _, _ in layout}
-            return {name: [Region(Strided((1,), (1,), 0), "scales", place)] for name, place in places.items()}
-
-        rank.weights.regions = regions  # type: ignore[method-assign]
+        places = {name: Strided((1,), (1,), number) for number, name in enumerate("qkv")}
+        regions = {name: [Region(Strided((1,), (1,), 0), "scales", place)] for name, place in places.items()}
+        rank.place({"scales": ModelTensor(torch.float32, (3,), is_uniform=True)}, regions)
         assert rank.accept(first) == ""
         for messages in refused:
             assert "scales would be [2.0, 3.0, 2.0], one for each of the weights" in rank.accept(messages)
@@ -527,7 +522,7 @@ def connected(tmp_path: Path, device: str = "cpu") -> tuple[Trainer, Engine, Eng
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_engine_is_kept_current(device: str, tmp_path: Path) -> None:
-    """It computes while messages come and are checked, and is paused while they are written alone."""
+    """The engine computes while messages come and are checked, and is paused only while they are written."""
     trainer, engine, sender = connected(tmp_path, device)
     assert sender.refit() == 1
     full_nbytes = sender.nbytes
@@ -549,9 +544,7 @@ def test_an_engine_that_refuses_the_connection(tmp_path: Path) -> None:
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             raise ValueError("the trainer speaks protocol 1 of refits, and this plugin 2")
 
-    with pytest.raises(
-        RefitError, match="the connection to an engine failed: ValueError: the trainer speaks protocol 1"
-    ):
+    with pytest.raises(RefitError, match="connection to an engine failed: ValueError: the trainer speaks protocol 1"):
         EngineSender(Trainer().sender, Other(Rank(Group(None, 0, 1))), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -579,9 +572,7 @@ def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
         sender.refit(full=True)
     assert "resume" not in engine.said() and not engine.rank.is_servable()
     engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
-    with pytest.raises(
-        RefitError, match=r"of more.weight are filled, .*; this engine serves nothing until a full refit"
-    ):
+    with pytest.raises(RefitError, match=r"of more.weight are filled, .*; this engine serves nothing until a full"):
         sender.refit()
     del engine.rank.weights.shapes["more.weight"]
     with mock.patch.object(engine, "pause", side_effect=TimeoutError), pytest.raises(RefitError, match="TimeoutError"):
@@ -624,8 +615,7 @@ def test_a_refit_is_applied_whole_and_once() -> None:
 
     def run(rank: Rank) -> None:
         receiver = rank.receiver
-        for header, tensors in first:
-            receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        rank.stage(first)
         assert not rank.is_servable()
         receiver.apply()
         with pytest.raises(RefitError, match="a refit was not applied: no refit came to its last message"):
@@ -638,8 +628,7 @@ def test_a_refit_is_applied_whole_and_once() -> None:
             rank.receiver.apply()
 
     def again(rank: Rank) -> None:
-        for header, tensors in first:
-            rank.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        rank.stage(first)
         assert "came after the last one" in rank.accept(first[-1:])
 
     for what in (run, early, again):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
+from tests.serve import modelopt_reader
 from zerocast import Recipe
 from zerocast.export import export_safetensors
 from zerocast.serve.write import INDEX
@@ -193,3 +194,14 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ValueError, match="is not empty: export into a new folder"):
         export_safetensors(model("nvfp4"), tmp_path)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:exact_in_fp8", "mxfp8", "fp8_block", "fp8_current"])
+def test_the_tensors_of_modelopt_decode_its_naming(tmp_path, fmt):
+    """They do to the bit."""
+    pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: make readers")
+    source = model(fmt)
+    export_safetensors(source, tmp_path / "out", "modelopt")
+    found = modelopt_reader.decoded(read(tmp_path / "out"))
+    for name in ("up.weight", "zeros.weight"):
+        assert torch.equal(found[name], source.get_parameter(name).dequantize())

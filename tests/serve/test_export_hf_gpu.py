@@ -1,24 +1,16 @@
 """On a GPU too transformers decodes what was exported there to the values of the live weights."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.serve.models import dequantized, quantized, transformers
+from tests.serve.models import dequantized, logits, quantized, transformers
 from tests.serve.test_export_hf import ULP
 from zerocast.export import export_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    found: Tensor = model(torch.arange(24, device=DEVICE).view(2, 12)).logits
-    return found.float()
 
 
 @pytest.mark.parametrize(

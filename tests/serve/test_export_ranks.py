@@ -1,9 +1,11 @@
 """Exports by several ranks: each writes files of its own, which together are those of one process."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -12,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
+from tests.observed import same_on_all
 from tests.optim.memory import allocations, live_bytes
 from tests.serve.test_export import read
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.export import export_hf, export_safetensors
@@ -90,56 +94,44 @@ def _entries(file: Path) -> Iterator[tuple[str, int, str]]:
 
 
 @contextmanager
-def opened_files() -> Iterator[list[str]]:
-    """The names of the files that this rank opens meanwhile."""
+def noted_files() -> Iterator[tuple[list[str], set[str]]]:
+    """The names of the files that this rank opens meanwhile, and those that are open."""
     names: list[str] = []
-    begin = SafetensorsFile.__init__
-
-    def noted(self: SafetensorsFile, folder: Any, layout: Any) -> None:
-        names.append(layout.name)
-        begin(self, folder, layout)
-
-    with mock.patch.object(SafetensorsFile, "__init__", noted):
-        yield names
-
-
-def open_at_once(folder: str) -> int:
-    """The most files that this rank has open at a time while it exports. FSDP2 gathers the head with the embedding, and norms, of
-    which zerocast knows nothing, are gathered last.
-    """
-    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(64, WIDTH), *blocks, nn.Linear(WIDTH, 64, bias=False))
-    zerocast.fsdp2.prepare(model, Recipe({"0.weight": "identity", "[1-4].1.weight": "fp8_block", "5.weight": "nvfp4"}))
-    for block in blocks:
-        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
-    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
-    levels, held = [0], set[str]()
+    held: set[str] = set()
     begin, end = SafetensorsFile.__init__, SafetensorsFile.close
 
     def begun(self: SafetensorsFile, folder: Any, layout: Any) -> None:
         begin(self, folder, layout)
+        names.append(layout.name)
         held.add(layout.name)
-        levels.append(len(held))
+        assert len(held) == 1, "files are written one after another"
 
     def closed(self: SafetensorsFile) -> None:
         end(self)
         held.remove(self._path.name)
 
     with mock.patch.object(SafetensorsFile, "__init__", begun), mock.patch.object(SafetensorsFile, "close", closed):
-        export_safetensors(model, folder, "modelopt", 20_000)
-    assert not held and len(levels) > 2
-    return max(levels)
+        yield names, held
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_files_are_written_one_after_another(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    """A store, which takes whole files, has each of them in memory until it is complete."""
-    assert ranks(world)(open_at_once, str(tmp_path / "out")) == [1] * world
+@on_ranks(1, 2)
+def test_files_are_written_one_after_another(tmp_path: Path) -> None:
+    """A store, which takes whole files, has each of them in memory until it is complete. FSDP2 gathers the head with the embedding,
+    and norms, of which zerocast knows nothing, are gathered last.
+    """
+    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(64, WIDTH), *blocks, nn.Linear(WIDTH, 64, bias=False))
+    zerocast.fsdp2.prepare(model, Recipe({"0.weight": "identity", "[1-4].1.weight": "fp8_block", "5.weight": "nvfp4"}))
+    for block in (*blocks, model):
+        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
+    with noted_files() as (names, held):
+        export_safetensors(model, tmp_path / "out", "modelopt", 20_000)
+    assert len(names) > 2 and not held
 
 
 def of_fsdp2(folder: str, naming: str, shard_bytes: int) -> list[str]:
     model = models.sharded(net())
-    with opened_files() as names:
+    with noted_files() as (names, _):
         files = export_safetensors(model, folder, naming, shard_bytes)
     assert not any(group.is_unsharded for group in torch_fsdp.groups(model))
     assert all(Path(str(file)).is_file() for file in files)
@@ -160,55 +152,44 @@ def test_shards_of_fsdp2(ranks: Ranks, tmp_path: Path, world: int, naming: str, 
     assert max(sizes) < 1.3 * sum(sizes) / world
 
 
-def of_zero(folder: str) -> list[str]:
-    """After a step, the ranks together, and rank 0 alone."""
+@on_ranks(2)
+def test_whole_weights_of_zero_adamw(tmp_path: Path) -> None:
+    """After a step, the ranks export together, and rank 0 alone."""
     model = whole()
     optimizer = ZeroAdamW(model.named_parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
     optimizer.step()
-    with opened_files() as names:
-        export_safetensors(model, f"{folder}/ranks", "modelopt", group=dist.group.WORLD)
+    with noted_files() as (names, _):
+        export_safetensors(model, tmp_path / "ranks", "modelopt", group=dist.group.WORLD)
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, names)
+    assert all(everyone) and not {*everyone[0]} & {*everyone[1]}
     if dist.get_rank() == 0:
-        export_safetensors(model, f"{folder}/one", "modelopt")
-    dist.barrier()
-    return names
+        export_safetensors(model, tmp_path / "one", "modelopt")
+        check_same(tmp_path / "ranks", tmp_path / "one")
 
 
-def test_whole_weights_of_zero_adamw(ranks: Ranks, tmp_path: Path) -> None:
-    files = ranks(2)(of_zero, str(tmp_path))
-    assert all(files) and not {*files[0]} & {*files[1]}
-    check_same(tmp_path / "ranks", tmp_path / "one")
-
-
-def of_other_weights(folder: str, fmt: str, buffer: str, at: int) -> str:
-    """One byte of a weight is another one on rank 1."""
-    model = nn.Sequential(nn.Linear(96, 144, bias=False))
-    zerocast.quantize_(model, {"*.weight": fmt}, dtype=torch.bfloat16)
-    if dist.get_rank() == 1:
-        weight: Any = model[0].weight
-        _bytes(weight.state.buffers[buffer])[at] ^= 1
-    return error_of(lambda: export_safetensors(model, f"{folder}/out", "bf16", group=dist.group.WORLD))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("fmt", "buffer", "at"),
+    ("fmt", "buffer", "at", "is_padding"),
     [
-        ("nvfp4", "rowwise_data", -1),
-        ("nvfp4", "rowwise_scale_inv", 0),
-        ("nvfp4", "amax", 0),
-        ("fp8_current", "rowwise_scale_inv", 0),
+        ("nvfp4", "rowwise_data", -1, False),
+        ("nvfp4", "rowwise_scale_inv", 0, False),
+        ("nvfp4", "amax", 0, False),
+        ("fp8_current", "rowwise_scale_inv", 0, False),
+        ("nvfp4", "rowwise_scale_inv", -1, True),
     ],
 )
-def test_weights_that_differ_between_ranks(ranks: Ranks, tmp_path: Path, fmt: str, buffer: str, at: int) -> None:
-    first, second = ranks(2)(of_other_weights, str(tmp_path), fmt, buffer, at)
-    assert first == second and "0.weight differs between ranks" in first
-    assert not list(tmp_path.iterdir())
-
-
-def test_padding_that_differs_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_weights_that_differ_between_ranks(tmp_path: Path, fmt: str, buffer: str, at: int, is_padding: bool) -> None:
     """An export leaves padding out, so ranks do not compare it."""
-    assert ranks(2)(of_other_weights, str(tmp_path), "nvfp4", "rowwise_scale_inv", -1) == ["", ""]
+    model = nn.Sequential(nn.Linear(96, 144, bias=False))
+    zerocast.quantize_(model, {"*.weight": fmt}, dtype=torch.bfloat16)
+    weight: Any = model[0].weight
+    _bytes(weight.state.buffers[buffer])[at] ^= dist.get_rank()
+    said = same_on_all(error_of(lambda: export_safetensors(model, tmp_path / "out", "bf16", group=dist.group.WORLD)))
+    assert not said if is_padding else "0.weight differs between ranks" in said
+    assert is_padding == (tmp_path / "out").exists()
 
 
 class Experts(nn.Module):
@@ -230,10 +211,7 @@ def of_slices(folder: str, fmt: str, naming: str) -> None:
     model = Experts(2)
     mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    placed = torch.distributed.tensor.distribute_tensor(
-        model.experts.detach(), mesh["tp"], [torch.distributed.tensor.Shard(1)]
-    )
-    model.experts = nn.Parameter(placed)
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh["tp"], [Shard(1)]))
     recipe = Recipe({"*.weight": fmt, "experts": fmt if naming == "bf16" else "identity"})
     zerocast.fsdp2.prepare(model, recipe, weight_mesh=mesh["dp", "tp"]._flatten("all"))
     fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
@@ -259,44 +237,7 @@ def test_slices_of_tensor_parallelism(ranks: Ranks, tmp_path: Path, world: int, 
     check_same(tmp_path / "ranks", tmp_path / "one")
 
 
-def failing(folder: str, rank: int, what: str) -> str:
-    """What a rank raises while one of them cannot go on."""
-    model = models.sharded(net())
-    naming = "modelopt"
-    target: Any = Path(folder) / "out"
-    is_here = dist.get_rank() == rank
-    if what == "the plan" and is_here:
-        model.register_buffer("more", torch.zeros(3))
-    if what == "a buffer" and is_here:
-        model.kept_int16[1] += 1
-    if what == "the folder" and is_here:
-        target = "nowhere://out"
-    if what == "the naming" and is_here:
-        naming = "gguf"
-    writes = iter(range(1000))
-
-    def full(self: SafetensorsFile, name: str, tensor: Tensor) -> None:
-        if is_here and next(writes) == 3:
-            raise OSError(28, "No space left on device")
-        write(self, name, tensor)
-
-    def broken(self: ShardedModel) -> Iterator[Batch]:
-        for number, batch in enumerate(batches(self)):
-            if is_here and number == 2:
-                raise MemoryError("out of memory")
-            yield batch
-
-    write, batches = SafetensorsFile.write, ShardedModel.batches
-    with (
-        mock.patch.object(SafetensorsFile, "write", full if what == "the disk" else write),
-        mock.patch.object(ShardedModel, "batches", broken if what == "a batch" else batches),
-    ):
-        said = error_of(lambda: export_safetensors(model, target, naming))
-    dist.barrier()
-    assert not any(group.is_unsharded for group in torch_fsdp.groups(model))
-    return said
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -309,11 +250,34 @@ def failing(folder: str, rank: int, what: str) -> str:
         ("a buffer", "kept_int16 differs between ranks"),
     ],
 )
-def test_a_rank_that_fails(ranks: Ranks, tmp_path: Path, rank: int, what: str, message: str) -> None:
+def test_a_rank_that_fails(tmp_path: Path, rank: int, what: str, message: str) -> None:
     """All ranks raise the same error, and nothing is left."""
-    first, second = ranks(2)(failing, str(tmp_path), rank, what)
-    assert first == second and message in first
-    assert f"rank {rank}: " in first or what in ("the plan", "a buffer")
+    model = models.sharded(net())
+    failure = what if dist.get_rank() == rank else ""
+    target: Any = "nowhere://out" if failure == "the folder" else tmp_path / "out"
+    naming = "gguf" if failure == "the naming" else "modelopt"
+    if failure == "the plan":
+        model.register_buffer("more", torch.zeros(3))
+    if failure == "a buffer":
+        model.kept_int16[1] += 1
+    writes = iter(range(1000))
+    write, batches = SafetensorsFile.write, ShardedModel.batches
+
+    def full(self: SafetensorsFile, name: str, tensor: Tensor) -> None:
+        if failure == "the disk" and next(writes) == 3:
+            raise OSError(28, "No space left on device")
+        write(self, name, tensor)
+
+    def broken(self: ShardedModel) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(self)):
+            if failure == "a batch" and number == 2:
+                raise MemoryError("out of memory")
+            yield batch
+
+    with mock.patch.object(SafetensorsFile, "write", full), mock.patch.object(ShardedModel, "batches", broken):
+        said = same_on_all(error_of(lambda: export_safetensors(model, target, naming)))
+    assert message in said and (f"rank {rank}: " in said or what in ("the plan", "a buffer"))
+    assert not any(group.is_unsharded for group in torch_fsdp.groups(model))
     assert not list(tmp_path.iterdir())
 
 
@@ -324,16 +288,12 @@ def test_codes_of_every_matrix_are_joined_and_compared(count: int) -> None:
     assert torch.equal(slices.unpadded(weight, "rowwise_data", codes), codes.view(count, 32, 64))
 
 
-def failing_slices(folder: str) -> str:
-    with mock.patch.object(
-        slices, "unpadded", slices.unpadded if dist.get_rank() else mock.Mock(side_effect=MemoryError("none"))
-    ):
-        return error_of(lambda: of_slices(folder, "fp8_block", "deepseek"))
-
-
-def test_a_rank_without_memory_for_a_weight_of_slices(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2)(failing_slices, str(tmp_path / "out"))
-    assert first == second and "rank 0: MemoryError('none')" in first
+@on_ranks(2)
+def test_a_rank_without_memory_for_a_weight_of_slices(tmp_path: Path) -> None:
+    fails = mock.patch.object(slices, "unpadded", side_effect=MemoryError("none"))
+    with contextlib.nullcontext() if dist.get_rank() else fails:
+        said = same_on_all(error_of(lambda: of_slices(str(tmp_path / "out"), "fp8_block", "deepseek")))
+    assert "rank 0: MemoryError('none')" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -347,16 +307,18 @@ class Deep(nn.Module):
         self.recipe = {"*.weight": "fp8_block"}
 
 
-def allocated(folder: str) -> int:
-    """The most bytes above those of a whole model that one process allocates while it exports."""
+def test_memory_is_that_of_scales() -> None:
+    """One process has a whole model. Beyond it, it has scales that are not contiguous."""
     model = Deep()
     zerocast.quantize_(model, Recipe(model.recipe))
-    return allocations(lambda: export_safetensors(model, f"{folder}/out", "deepseek")).peak
+    with TemporaryDirectory() as folder:
+        assert allocations(lambda: export_safetensors(model, f"{folder}/out", "deepseek")).peak < CODES / 8
 
 
-def live_at_writes(folder: str) -> int:
-    """The most bytes above those of its part of a model that a rank refers to when it has written a tensor. The allocator would
-    also count what the threads of gloo let go of late.
+@on_ranks(2)
+def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
+    """Beyond its part of the model a rank has what FSDP2 gathers, here two of eight matrices at most, when it has written a tensor.
+    The allocator would also count what the threads of gloo let go of late.
     """
     model = models.sharded(Deep(), keep_codes=True)
     list(models.manager(model).master_views())  # the first gathers allocate what stays
@@ -369,21 +331,12 @@ def live_at_writes(folder: str) -> int:
 
     before = live_bytes()
     with mock.patch.object(SafetensorsFile, "write", noted):
-        export_safetensors(model, f"{folder}/out", "deepseek")
-    return max(levels) - before
+        export_safetensors(model, tmp_path / "out", "deepseek")
+    assert max(levels) - before < 3 * CODES
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CODES
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_memory_is_that_of_one_tensor(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    """Beyond its part of the model a rank has what FSDP2 gathers, here two of eight matrices at most, and scales that are not
-    contiguous. It has neither a file nor a model.
-    """
-    codes = 256 * 512
-    for nbytes in ranks(world)(allocated if world == 1 else live_at_writes, str(tmp_path)):
-        assert nbytes < (codes / 8 if world == 1 else 3 * codes)
-    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * codes
-
-
+CODES = 256 * 512
 FOLDERS = [("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block")]
 
 
@@ -394,9 +347,8 @@ def of_llama(folder: str) -> None:
     for naming, fmt in FOLDERS:
         model: Any = made("llama")
         zerocast.fsdp2.prepare(model, Recipe({"*_proj.weight": fmt}, share_amax="llama"))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=models.mesh(), mp_policy=models.BF16)
-        fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=models.mesh(), mp_policy=models.BF16)
         export_hf(model, f"{folder}/{naming} {fmt}", naming)
 
 

@@ -138,15 +138,19 @@ def trained(fmt: str = "nvfp4", **options: Any) -> tuple[nn.Module, zerocast.Zer
     return source, optimizer
 
 
-def step(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def set_gradients(source: nn.Module) -> None:
     for parameter in source.parameters():
         parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def step(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    set_gradients(source)
     optimizer.step()
 
 
 @on_ranks(2)
 def test_under_zero_adamw() -> None:
-    """Of the model and of the optimizer, with a gather in flight; any rank, alone."""
+    """Any rank reads the model and the optimizer, alone, with a gather in flight."""
     source, optimizer = trained(overlap_all_gather=True)
     if torch.distributed.get_rank() == 1:
         found = collected(source, "modelopt")
@@ -161,9 +165,7 @@ def test_under_zero_adamw() -> None:
     buckets = named_tensors(optimizer, "modelopt", bucket_bytes=1)
     next(buckets)
     step(source, optimizer)
-    with pytest.raises(
-        RuntimeError, match="cast or changed between two buckets, so those that were read are of two steps"
-    ):
+    with pytest.raises(RuntimeError, match="changed between two buckets, so those that were read are of two steps"):
         next(buckets)
 
 
@@ -247,20 +249,8 @@ ROWS = {"up.weight": {"a": [range(300)]}}
 REFUSED: dict[str, tuple[Any, str, dict[str, Any], type[Exception], str]] = {
     "no bucket": (model, "bf16", {"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1, got 0"),
     "a format": (lambda _: model("mxfp4"), "modelopt", {}, ValueError, "modelopt has names for nvfp4"),
-    "an unknown name": (
-        model,
-        "bf16",
-        {"names": {"down": "x"}},
-        ValueError,
-        "names has down, and the parameters are experts",
-    ),
-    "a name for two": (
-        model,
-        "bf16",
-        {"names": {"up.weight": "up.bias"}},
-        ValueError,
-        "up.weight and up.bias are both called up.bias",
-    ),
+    "an unknown name": (model, "bf16", {"names": {"down": "x"}}, ValueError, "names has down, and the parameters are"),
+    "a name for two": (model, "bf16", {"names": {"up.weight": "up.bias"}}, ValueError, "are both called up.bias"),
     "rows that there are not": (model, "bf16", {"names": ROWS}, ValueError, r"a the rows range\(0, 300\) of up.weight"),
     "no model": (lambda _: 3, "bf16", {}, TypeError, "live weights are those of a model, .* got int"),
     "unequal scales": (

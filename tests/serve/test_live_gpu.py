@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 import zerocast
 from tests.devices import gpus
 from tests.serve.test_export import model
-from tests.serve.test_live import assert_same, collected
+from tests.serve.test_live import assert_same, collected, set_gradients, step
 from zerocast.serve import Message, Receiver, Sender
 
 NAMINGS = [("fp8_block", "deepseek"), ("nvfp4", "modelopt")]
@@ -53,11 +52,6 @@ def take(receiver: Receiver, device: torch.device) -> None:
         kind = header["kind"]
 
 
-def random_gradients(source: nn.Module, device: torch.device) -> None:
-    for parameter in source.parameters():
-        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
-
-
 def by_handles(fmt: str, naming: str) -> None:
     """Rank 0 trains; rank 1 receives, on the same GPU or on its own."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -73,8 +67,7 @@ def by_handles(fmt: str, naming: str) -> None:
     sender = Sender(source, naming, group=alone, bucket_bytes=30_000)
     for number in range(4):
         for _ in range(number):  # more and more casts between two refits
-            random_gradients(source, device)
-            optimizer.step()
+            step(source, optimizer)
         hand_over(sender.named_deltas(number) if number else sender.named_tensors())
         broadcast(raw(collected(source, naming)))
 
@@ -102,7 +95,7 @@ def on_a_gpu(fmt: str, naming: str, is_captured: bool = False) -> None:
     receiver = Receiver(device=device)
     for number in range(4):
         for _ in range(number):
-            random_gradients(source, device)
+            set_gradients(source)
             take_step()
         for message in sender.named_deltas(number) if number else sender.named_tensors():
             receiver.accept(message.header, message.tensors)

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from tests.distributed.simulated import Simulated, simulate
 from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, damaged, on_engine, recorded
-from tests.serve.test_live import step
+from tests.serve.test_live import assert_same, step
 from zerocast.distributed.group import Group
 from zerocast.formats.memory import as_bytes
 from zerocast.serve import EngineSender, Receiver, RefitError, Sender
-from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
 from zerocast.serve.refit_message import BITMAP, BLOCKS_8, WHOLE, with_digest
 
@@ -90,11 +89,7 @@ WRONG = {
     "digest of a library of another kind": (1, segment(digest=lambda number: number ^ 1), "differ from the sender's"),
     "digest as text": (1, segment(digest=str), "differ from the sender's"),
     "other digests of a full refit": (0, header(FULL, digests=[1]), "from the sender's|were damaged"),
-    "an end without a begin": (
-        1,
-        DELTA[-1:],
-        "message 4 of refit 2 came, and (none of it before|message 0 of none was)",
-    ),
+    "an end without a begin": (1, DELTA[-1:], "message 4 of refit 2 came, and (none of|message 0 of none)"),
     "a message less": (0, [FULL[0], *FULL[2:]], "message 2 of refit 1 came, and message 1 of refit 1 was expected"),
     "an early end": (1, [DELTA[0], *header(DELTA[-1:], index=1)], "a refit ended after 1 of 4 buckets"),
     "the end of another refit": (1, header(DELTA, -1, refit=7), "message 4 of refit 7 came, and message 4 of refit 2"),
@@ -112,8 +107,7 @@ def accepted(receiver: Receiver, messages: Recorded) -> str:
 
 
 def check(receiver: Receiver, wanted: Mapping[str, Tensor]) -> None:
-    assert receiver.tensors.keys() == wanted.keys()
-    assert all(torch.equal(as_bytes(receiver.tensors[name]), as_bytes(tensor)) for name, tensor in wanted.items())
+    assert_same(dict(receiver.tensors), dict(wanted))
 
 
 @pytest.mark.parametrize("case", RIGHT)
@@ -150,10 +144,7 @@ OTHER_RUN = Trainer().full()
 OF_ONE_RANK: dict[str, tuple[list[Recorded], str]] = {
     "damaged changes": ([DELTA, damaged(DELTA, 1)], "rank 1 of 2"),
     "damaged bytes": ([FULL_AGAIN, damaged(FULL_AGAIN, 1)], "rank 1 of 2"),
-    "another run's": (
-        [FULL_AGAIN, OTHER_RUN],
-        "a refit could not be staged: rank 1 of 2: its message .* of rank 0: ask the sender",
-    ),
+    "another run's": ([FULL_AGAIN, OTHER_RUN], "not be staged: rank 1 of 2: its message .* of rank 0: ask the sender"),
     "no header": ([DELTA[:1], [(None, DELTA[0][1])]], "a refit could not be staged: rank 1 of 2: AttributeError"),  # type: ignore[list-item]
 }
 
@@ -241,8 +232,7 @@ def test_a_rank_that_dies_before_it_applies() -> None:
 
     def run(rank: Rank) -> None:
         assert rank.accept(FULL) == ""
-        for message, given in DELTA:
-            rank.receiver.accept(message, lambda given=given: given)  # type: ignore[misc]
+        rank.stage(DELTA)
         if rank.weights.rank == 1:
             return
         with pytest.raises(AssertionError, match="ranks are in different collectives"):
@@ -259,8 +249,7 @@ def test_bytes_that_something_wrote_after_they_were_checked(size: int) -> None:
 
     def run(rank: Rank) -> None:
         assert rank.accept(FULL) == ""
-        for message, given in DELTA:
-            rank.receiver.accept(message, lambda given=given: given)  # type: ignore[misc]
+        rank.stage(DELTA)
         if rank.weights.rank == size - 1:
             as_bytes(list(rank.weights.own.values())[-1]).zero_()
         with pytest.raises(RefitError, match="since the changes were found to fit, such as a reload"):
@@ -299,14 +288,9 @@ def test_a_stored_tensor_that_an_engine_has_twice() -> None:
     third = recorded(sender.named_deltas(2))
 
     def run(rank: Rank) -> None:
-        whole = Strided((6, 8), (8, 1), 0)
-
-        def regions(layout: Layout) -> Mapping[str, list[Region]]:
-            names = ("embed.weight", "lm_head.weight")
-            rank.weights.shapes.update({name: ModelTensor(torch.bfloat16, (6, 8)) for name in names})
-            return {"embed.weight": [Region(whole, name, whole) for name in names]}
-
-        rank.weights.regions = regions  # type: ignore[method-assign]
+        whole, names = Strided((6, 8), (8, 1), 0), ("embed.weight", "lm_head.weight")
+        regions = [Region(whole, name, whole) for name in names]
+        rank.place(dict.fromkeys(names, ModelTensor(torch.bfloat16, (6, 8))), {"embed.weight": regions})
         assert [rank.accept(first), rank.accept(second)] == ["", ""]
         embed, head = (rank.weights.own[name] for name in ("embed.weight", "lm_head.weight"))
         assert torch.equal(embed, head) and torch.equal(embed[3], layer.weight.data[3])

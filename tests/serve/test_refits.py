@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import zerocast
 from examples.rollout.transport import receive, send
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
+from tests.observed import same_on_all
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
@@ -82,8 +84,9 @@ class Run:
         assert_same(dict(self.receiver.tensors), collected(self.model, self.naming))
 
 
-CASES = [("modelopt", "nvfp4"), ("modelopt", "nvfp4:exact_in_fp8=True")]
-CASES += [
+CASES = [
+    ("modelopt", "nvfp4"),
+    ("modelopt", "nvfp4:exact_in_fp8=True"),
     ("compressed-tensors", "int4"),
     ("compressed-tensors", "mxfp8"),
     ("deepseek", "fp8_block"),
@@ -118,10 +121,10 @@ def test_deltas_under_zero_adamw(naming: str, fmt: str) -> None:
     assert 0 < first < full and 0 < second < full and none == undone == 0
 
 
-def test_ranks_share_the_work(ranks: Any) -> None:
+@on_ranks(2)
+def test_ranks_share_the_work() -> None:
     """Each keeps its share, and all get the same messages."""
-    first, second = ranks(2)(refit, "fp8_block", "modelopt")
-    assert first == second
+    same_on_all(refit("fp8_block", "modelopt"))
 
 
 @on_ranks(2)
@@ -157,10 +160,6 @@ def missed(run: Run) -> None:
     deliver(run.sender.named_deltas(2), run.receiver)
 
 
-def since_another(run: Run) -> None:
-    run.sender.named_deltas(0)
-
-
 def not_read_to_the_end(run: Run) -> None:
     next(run.sender.named_deltas(1))
     run.sender.named_deltas(2)
@@ -173,7 +172,7 @@ def switched(run: Run) -> None:
 
 
 def broke_off(run: Run) -> None:
-    """Of a refit that ended in the middle, nothing is read."""
+    """A refit ended in the middle: nothing of it is read."""
     run.step()
     messages = run.sender.named_deltas(1)
     first = next(messages)
@@ -186,60 +185,45 @@ def written_by_another(run: Run) -> None:
     run.delta()
 
 
-def empty(run: Run) -> None:
-    deliver(run.sender.named_deltas(1), Receiver())
-
-
-def unread(run: Run) -> None:
-    _ = Receiver().tensors
-
-
-def of_another_format(run: Run) -> None:
+def send_another_format(run: Run) -> None:
     deliver(Sender(model("nvfp4"), "modelopt").named_tensors(), Receiver(dict(run.receiver.tensors)))
 
 
-def with_less(run: Run) -> None:
-    held = {**run.receiver.tensors, "more": torch.zeros(3)}
-    deliver(run.sender.named_tensors(), Receiver(held))
+def send_to_one_with_more(run: Run) -> None:
+    deliver(run.sender.named_tensors(), Receiver({**run.receiver.tensors, "more": torch.zeros(3)}))
 
 
-def not_contiguous(run: Run) -> None:
-    Receiver({"weight": torch.zeros(4, 4).t()[:2]})
-
-
-REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
-    missed: (
-        RefitError,
-        "changes since refit 2 came to a receiver of refit 1: one was missed, ask .* named_tensors",
+# What happens after a full refit, the error, and whether the receiver still gives its tensors out.
+REFUSED: dict[str, tuple[Callable[[Run], Any], str, bool]] = {
+    "one was missed": (missed, "changes since refit 2 came to a receiver of refit 1: one was missed, ask", True),
+    "since another": (
+        lambda run: run.sender.named_deltas(0),
+        "since refit 0 were asked for, .* refit 1 are kept",
         True,
     ),
-    since_another: (
-        RefitError,
-        "changes since refit 0 were asked for, and the bytes of refit 1 are kept: send",
+    "not read to the end": (not_read_to_the_end, "refit 2 are kept, which was not read to its end: send", True),
+    "a switch": (switched, "are not those of the last refit, as after a switch of formats: send", False),
+    "broke off": (broke_off, "not to be read, a refit is in progress or failed: ask the sender", False),
+    "written by another": (written_by_another, "differ from the sender's: something else wrote to these", False),
+    "an empty receiver": (
+        lambda run: deliver(run.sender.named_deltas(1), Receiver()),
+        "changes came to a receiver without a complete refit",
         True,
     ),
-    not_read_to_the_end: (RefitError, "the bytes of refit 2 are kept, which was not read to its end: send", True),
-    switched: (RefitError, "of bucket . are not those of the last refit, as after a switch of formats: send", False),
-    broke_off: (RefitError, "not to be read, a refit is in progress or failed: ask the sender", False),
-    written_by_another: (RefitError, "differ from the sender's: something else wrote to these tensors", False),
-    empty: (RefitError, "changes came to a receiver without a complete refit", True),
-    unread: (RefitError, "not to be read, there was no refit yet", True),
-    of_another_format: (RefitError, "they store weights in different formats", True),
-    with_less: (RefitError, "the sender has no more: its weights are not this receiver's", True),
-    not_contiguous: (ValueError, r"weight is not contiguous, strides \(1, 4\)", True),
+    "unread": (lambda run: Receiver().tensors, "not to be read, there was no refit yet", True),
+    "another format": (send_another_format, "they store weights in different formats", True),
+    "more tensors": (send_to_one_with_more, "the sender has no more: its weights are not this receiver's", True),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_what_does_not_follow(case: Callable[[Run], None]) -> None:
-    """The delta raises and leaves tensors complete unless it has written any; a full refit
-    recovers.
-    """
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_follow(case: str) -> None:
+    """The delta raises and leaves tensors complete unless it has written any; a full refit recovers."""
+    act, message, stays_complete = REFUSED[case]
     run = Run()
     run.full()
-    error, message, stays_complete = REFUSED[case]
-    with pytest.raises(error, match=message):
-        case(run)
+    with pytest.raises(RefitError, match=message):
+        act(run)
     if stays_complete:
         assert run.receiver.refit == 1
         _ = run.receiver.tensors
@@ -249,6 +233,11 @@ def test_what_does_not_follow(case: Callable[[Run], None]) -> None:
     run.step()
     run.delta()
     run.check()
+
+
+def test_tensors_that_are_not_contiguous_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight is not contiguous, strides \(1, 4\)"):
+        Receiver({"weight": torch.zeros(4, 4).t()[:2]})
 
 
 def test_tensors_of_an_engine_are_written_in_place() -> None:
@@ -268,10 +257,8 @@ def test_what_changed_is_named() -> None:
     run.full()
     with torch.no_grad():
         run.model.get_parameter("up.bias")[3] += 1
-    names = [
-        name for message in run.sender.named_deltas(1) for name in run.receiver.accept(message.header, message.tensors)
-    ]
-    assert names == ["up.bias"]
+    names = [run.receiver.accept(message.header, message.tensors) for message in run.sender.named_deltas(1)]
+    assert [*itertools.chain(*names)] == ["up.bias"]
     run.check()
 
 

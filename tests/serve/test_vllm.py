@@ -21,13 +21,11 @@ ENVIRONMENT = ROOT / "build/hosts/vllm"
 VLLM = os.environ.get("ZEROCAST_VLLM") or (str(ENVIRONMENT / "bin/python") if (ENVIRONMENT / "READY").exists() else "")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-pytestmark = [
+NEEDS_VLLM = [
     pytest.mark.slow,
-    pytest.mark.timeout(1600),
     pytest.mark.skipif(not VLLM, reason="no environment has vLLM: make vllm, or ZEROCAST_VLLM names its Python"),
 ]
-
-
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(1600)]
 FORMATS = {
     "nvfp4": ["compressed-tensors", "modelopt"],
     "mxfp4": ["compressed-tensors"],

@@ -1,7 +1,4 @@
-"""Every causal family that one rule builds small: vLLM's loaders find in an export what they find in the same values in bf16.
-
-`make vllm` builds an environment with a CPU build of vLLM; ZEROCAST_VLLM names the Python of another one.
-"""
+"""Every causal family that one rule builds small: vLLM's loaders find in an export what they find in the same values in bf16."""
 
 import json
 import shutil
@@ -15,17 +12,13 @@ import torch
 
 import zerocast
 from tests.serve.test_families import CAUSAL, matrices, small
-from tests.serve.test_vllm import VLLM
+from tests.serve.test_vllm import NEEDS_VLLM, VLLM
 from zerocast import Recipe
 from zerocast.export import export_hf
 
 READER = Path(__file__).with_name("vllm_families_reader.py")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(not VLLM, reason="no environment has vLLM: make vllm, or ZEROCAST_VLLM names its Python"),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(7200)]
 
 CASES = [("compressed-tensors", "nvfp4"), ("modelopt", "mxfp8"), ("deepseek", "fp8_block")]
 # Families of different shape and naming, each of which vLLM reads under `compressed-tensors`.

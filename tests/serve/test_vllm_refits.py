@@ -22,7 +22,7 @@ import zerocast
 from examples.rollout.toy import requantized
 from tests.serve.models import dequantized as plain
 from tests.serve.models import in_bf16, quantized
-from tests.serve.test_vllm import VLLM, fused
+from tests.serve.test_vllm import NEEDS_VLLM, VLLM, fused
 from tests.serve.vllm_messages import dumped, loaded
 from zerocast.export import export_hf
 from zerocast.serve import EngineSender, RefitError, Sender
@@ -34,11 +34,7 @@ NEEDS_AMX = pytest.mark.skipif(
     "amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has no such product on this CPU"
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not VLLM, reason="no environment has vLLM: make vllm, or ZEROCAST_VLLM names its Python"),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
 class RemoteEngine:
@@ -197,9 +193,7 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
     run = Run("fp8_block", tmp_path)
     with running(run.folder, tmp_path) as engine:
         for told, spoken in (({"protocol": 9}, 9), ({}, 0)):
-            with pytest.raises(
-                RuntimeError, match=f"the trainer speaks protocol {spoken} of refits, and this plugin 1"
-            ):
+            with pytest.raises(RuntimeError, match=f"trainer speaks protocol {spoken} of refits, and this plugin 1"):
                 engine.init_weight_transfer_engine({**told, "folder": str(tmp_path)})
         calls = engine.ask("trainer_calls", folder=str(tmp_path))
         rest = ["end", "apply", "finish"]
@@ -248,9 +242,7 @@ def test_an_application_that_breaks_off_on_one_rank(tmp_path: Path) -> None:
         sender.refit()
         run.step()
         engine.ask("break_once")
-        with pytest.raises(
-            RefitError, match=r"while it was written: rank 1 of 2: MemoryError: .* serves nothing until"
-        ):
+        with pytest.raises(RefitError, match=r"while it was written: rank 1 of 2: MemoryError: .* serves nothing"):
             sender.refit(full=True)
         engine.resume()
         with pytest.raises(RuntimeError, match=r"this engine has no weights to serve: .* a refit failed while"):

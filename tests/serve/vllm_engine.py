@@ -61,7 +61,7 @@ def kernels(model: nn.Module) -> list[str]:
 
 
 def zero(ending: str, model: nn.Module) -> None:
-    """As after a wake-up from sleep level 2, which a CPU does not have; or only parameters whose names end so."""
+    """Zero the parameters whose names end so; all, as after a wake-up from sleep level 2, which a CPU does not have."""
     for name, parameter in model.named_parameters():
         if name.endswith(ending):
             parameter.data.zero_()
@@ -145,7 +145,7 @@ class Engine(OfflineVllm):
         return client.calls
 
     def logprobs(self) -> Tensor:
-        """Of all tokens after each token of the prompts but the last, `[prompts, tokens - 1, vocabulary]`."""
+        """Return those of all tokens after each token of the prompts but the last, `[prompts, tokens - 1, vocabulary]`."""
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, detokenize=False)
         answers = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
         places = [answer.prompt_logprobs[1:] for answer in answers]
