@@ -294,7 +294,7 @@ def test_millions_of_elements(backend: str, fmt: str) -> None:
 @pytest.mark.long_interpreted
 @pytest.mark.long_at_every_level
 def test_drawn_cuts_have_the_bits_of_the_whole(any_backend: str) -> None:
-    """Of one to five ranks, which may own nothing of a weight."""
+    """Draw cuts of one to five ranks, which may own nothing of a weight."""
 
     @strategies.examples(any_backend)
     @given(data=st.data(), ranks=st.integers(1, 5))

@@ -164,7 +164,7 @@ def by_the_extension(stage: str, fmt: FormatSpec, arguments: dict[str, Any]) -> 
 
 
 def by_the_op(stage: str, fmt: FormatSpec, arguments: dict[str, Any]) -> None:
-    """Which checks for the backends that check nothing themselves, if a plan has not checked these very tables."""
+    """The stage checks for backends that check nothing themselves, if a plan has not checked these very tables."""
     tables = {name: arguments[name].clone() for name in ("table", "pieces") if name in arguments}
     getattr(ops, stage)("reference", str(fmt), **arguments | tables)
 

@@ -37,7 +37,7 @@ def test_values_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("random", [0.0, 0.5, 1 - 2.0**-24])
 def test_a_value_that_is_a_code_stays_it(random: float) -> None:
-    """Of all codes, at scales of every exponent from 2**-100 on."""
+    """Every code is tried, at scales of every exponent from 2**-100 on."""
     # A scale is the largest value of its group, so each group has the last code; zeros keep scale 0.
     scales = torch.cat([SCALES, torch.zeros(1)]).unsqueeze(1)
     first, second = torch.arange(-127, 128, dtype=torch.int8), torch.arange(256).to(torch.uint8)
@@ -68,7 +68,7 @@ def test_small_groups_stay_what_they_are() -> None:
 
 
 def test_rounding() -> None:
-    """Of m to the nearest value; of v so that its root is right on average."""
+    """m is rounded to the nearest value, v so that its root is right on average."""
     m = torch.rand(64, 128, generator=torch.Generator().manual_seed(1)) - 0.5
     codes, _, scale = quantized(m, m.square())
     values = moments.dequantize_first(torch.arange(-127, 128, dtype=torch.int8), scale[0].view(-1, 1, 1))

@@ -185,7 +185,7 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("leaves_half", [False, True])
 def test_the_store_goes_away_during_an_export(tmp_path: Path, leaves_half: bool) -> None:
-    """It is whole or has no index, and the next one takes its place."""
+    """The export is whole or has no index, and the next one takes its place."""
     model = Training().model
     plain_store.register(tmp_path / "whole")
     with going_away(None, False):

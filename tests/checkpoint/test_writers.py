@@ -87,7 +87,7 @@ def test_a_dead_writer_that_is_out_of_sight(tmp_path: Path, where: str) -> None:
 
 
 def test_a_writer_that_was_taken_over(tmp_path: Path) -> None:
-    """It stood still, and goes on: its save is not written."""
+    """The writer stood still, and goes on: its save is not written."""
     checkpoints, ours = Checkpoints(tmp_path), optimizer()
     checkpoints.save(ours, 1)
     original = WholeFolder.begin

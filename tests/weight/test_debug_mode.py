@@ -101,7 +101,7 @@ def test_without_debug_mode_nothing_is_asked():
 @on_ranks(2)
 @debug_mode()
 def test_a_cast_without_a_gather():
-    """Of a plan that is processed by a call after the gather, and on demand."""
+    """The plan is processed by a call after the gather, and on demand."""
     rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
     plan = CastPlan([weight], [torch.randn(1024)], [1024 * rank])
     plan.cast()
@@ -177,7 +177,7 @@ def test_a_product_that_does_not_read_the_weight_again() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_plan(split: bool) -> None:
-    """Of several optimizers none says which weights it has changed, so nothing is said of any."""
+    """Several optimizers do not say which weights they have changed, so nothing is said of any."""
     weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(2)]
     masters = [nn.Parameter(torch.randn(32 * 32)) for _ in weights]
     plan = CastPlan(weights, [master.detach() for master in masters], [0, 0], ONE_PROCESS)

@@ -117,7 +117,7 @@ def test_a_gradient_that_nobody_takes(build: Callable[[nn.Sequential], torch.opt
 
 
 def test_a_step_without_torchs_hooks_looks_too() -> None:
-    """As a captured step does."""
+    """A captured step is one."""
     model = network()
     optimizer = assigned(model)
     backward(model)

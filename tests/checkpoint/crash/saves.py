@@ -157,7 +157,7 @@ class Once:
         mark(SAVED)
 
     def check(self, root: Path, done: bool) -> None:
-        """It is whole or not there."""
+        """The file is whole or not there."""
         if done or (root / self.place).exists():
             self.read(root / self.place)
 
