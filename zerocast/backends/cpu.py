@@ -41,6 +41,8 @@ def _stage(name: str) -> Callable[..., None]:
     entry = extension.stage(_C.cpu, name, (*(argument.name for argument in passed), "threads"))
     tensor_places = [place for place, argument in enumerate(passed) if argument.kind in TENSORS]
     list_places = [place for place, argument in enumerate(passed) if argument.kind in LISTS]
+    list_names = [passed[place].name for place in list_places]
+    table_place = next((place for place, argument in enumerate(passed) if argument.kind == "table"), None)
     converters = [(place, _PLAIN[argument.kind]) for place, argument in enumerate(passed) if argument.kind in _PLAIN]
 
     def run(*arguments: Any) -> None:
@@ -48,7 +50,8 @@ def _stage(name: str) -> Callable[..., None]:
             return
         # `skip`, which comes last, is dropped here.
         values: list[Any] = [*arguments[: len(passed)]]
-        lists = extension.memory_of_lists(map(values.__getitem__, list_places))
+        table = None if table_place is None else values[table_place]
+        lists = extension.memory_of_lists(map(values.__getitem__, list_places), list_names, table)
         for place, described in zip(list_places, lists, strict=True):
             values[place] = described
         for place in tensor_places:

@@ -4,6 +4,7 @@ and the arguments.
 
 import functools
 import importlib
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,9 @@ from zerocast.plugins import KERNELS, plugins
 # (address, name of the dtype, bytes) of a tensor, and of a list of tensors of one dtype.
 Memory = tuple[int, str, int]
 Memories = tuple[list[int], str, list[int]]
+
+# The attribute of a table with the memory of its bases, keyed by the name of the argument.
+KNOWN_MEMORY = "_zerocast_memory"
 
 # The arguments of the stage upcast for several weights.
 UPCAST_TOGETHER = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
@@ -136,22 +140,32 @@ def memory(tensor: Tensor | None) -> Memory:
     return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
 
 
-def memory_of_lists(lists: Iterable[Sequence[Tensor]]) -> list[Memories]:
+def memory_of_lists(
+    lists: Iterable[Sequence[Tensor]], names: Iterable[str] = (), table: Tensor | None = None
+) -> list[Memories]:
     """Return the addresses, the dtype and the bytes of each of several lists of contiguous tensors
     of one dtype. A stage has up to nine lists, and several stages run in a step, so one call
     describes all.
+
+    A `table` remembers the memory of its bases by their `names` (`checks.know`). While they are at
+    the same addresses, nothing else of them is read.
     """
+    known: dict[str | None, Memories] = {} if table is None else table.__dict__.get(KNOWN_MEMORY, {})
     described: list[Memories] = []
-    for tensors in lists:
+    for tensors, name in itertools.zip_longest(lists, names):
+        addresses = list(map(Tensor.data_ptr, tensors))
+        if name in known and addresses == known[name][0]:
+            described.append(known[name])
+            continue
         if not tensors:
             described.append(([], "", []))
             continue
-        if not all(map(Tensor.is_contiguous, tensors)):
+        if False in map(Tensor.is_contiguous, tensors):
             raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
         dtype, *others = set(map(_dtype, tensors))
         if others:
             raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
-        described.append((list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))))
+        described.append((addresses, DTYPES[dtype], list(map(nbytes, tensors))))
     return described
 
 

@@ -40,15 +40,11 @@ def _address(tensor: Tensor | None) -> int:
     return memory(tensor)[0]
 
 
-def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
-    ((_, dtype, _),) = memory_of_lists((tensors,))
-    return addresses(tensors), dtype or "float32"
-
-
-# How each kind of argument is passed to the extension.
+# How each kind of argument is passed to the extension. The dtypes of "typed_bases" are added to
+# their addresses for all lists of a stage at once.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
 _PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
-_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
+_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": addresses}
 _PLAIN |= {"pieces": piece_work, "int": int, "bool": bool}
 
 # Dict from the name of an argument that the extension needs instead of a table to the function that
@@ -80,13 +76,20 @@ def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[An
     entry = extension.stage(kernels, name, (*names, *makers, "stream"))
     device_kinds = ("table", "data", "messages")
     device_from = next(i for i, argument in enumerate(arguments_of) if argument.kind in device_kinds)
+    typed = {argument.name: i for i, argument in enumerate(arguments_of) if argument.kind == "typed_bases"}
+    typed_values = [names.index(name) for name in typed]
 
     def run(*arguments: Any) -> None:
         values = [convert(arguments[i]) for i, convert in converters]
+        # The table of all stages that need one below.
+        table = arguments[device_from]
+        if typed:
+            described = memory_of_lists(map(arguments.__getitem__, typed.values()), typed, table)
+            for place, (_, dtype, _) in zip(typed_values, described, strict=True):
+                values[place] = values[place], dtype or "float32"
         if makers:
-            fmt, table = arguments[0], arguments[device_from]
-            values += [make(fmt, table) for make in makers.values()]
-        entry(*values, stream_of(arguments[device_from]))
+            values += [make(arguments[0], table) for make in makers.values()]
+        entry(*values, stream_of(table))
 
     return run
 
