@@ -25,7 +25,7 @@ class Attached:
         self.own = self.run.optimizer.chained_optimizers
 
     def saved(self) -> Any:
-        """As `dp_reshardable` checkpoints hold it."""
+        """Return the state that `dp_reshardable` checkpoints hold."""
         self.run.force_sync()
         states = {index: self._saved(one) for index, one in enumerate(self.own)}
         return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), states if len(states) > 1 else states[0])
@@ -37,7 +37,7 @@ class Attached:
         return {**one.state_dict(), "param_state": state, "param_state_sharding_type": "dp_reshardable"}
 
     def load(self, state: Any) -> None:
-        """As a resumed run does: first what is to be filled, then the state."""
+        """Load as a resumed run does: first what is to be filled, then the state."""
         model = self.run.ddp.module.sharded_state_dict(metadata=METADATA)
         self.run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
         integration.dequantize_(model, is_loading=True)

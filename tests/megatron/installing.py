@@ -2,9 +2,8 @@
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,12 +12,9 @@ import torch.distributed as dist
 
 import zerocast
 from tests.megatron import te
-from tests.megatron.host_memory import host_memory
-from tests.megatron.host_on_cpu import cuda_on_cpu
-from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
+from tests.megatron.pretraining import WHY_NOT, Trained, pretrain
 from tests.megatron.te_attaching import grouped
-from tests.megatron.training import NARROW, Case, Run
-from tests.workers import error_of
+from tests.megatron.training import NARROW, Run
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host, installation
 from zerocast.integrations.megatron.primary import weight_of
@@ -29,23 +25,10 @@ if not WHY_NOT:
 
 RECIPE = {"*.linear_fc1.weight": "fp8_block", "*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", *(f"{pattern}={fmt}" for pattern, fmt in RECIPE.items()))
-OFFLOAD = ("--use-precision-aware-optimizer", "--no-pin-cpu-grads", "--no-pin-cpu-params")
 _MXFP8 = ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather")
 _TWO_STAGES = ("--num-layers", "2", "--pipeline-model-parallel-size", "2")
 ONE_STAGE = {"decoder.layers.1.mlp.*.weight": NARROW}  # settings are checked on the other one too
 DISTRIBUTED = "--use-distributed-optimizer"
-PLACES = (
-    "TRAINING",
-    "CHECKPOINTING",
-    "ARGUMENTS",
-    "MODEL_BUILDERS",
-    "FP8",
-    "FP4",
-    "BUFFER",
-    "DDP",
-    "OPTIMIZER",
-    "FACTORIES",
-)
 
 
 @contextlib.contextmanager
@@ -57,30 +40,42 @@ def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]
         integration.uninstall()
 
 
-def left(trained: Trained) -> dict[str, Any]:
-    assert trained.run is not None
-    run = trained.run
+@dataclass(frozen=True)
+class Left:
+    """What a run without a stale byte leaves: `formats` are those of its quantized weights."""
+
+    losses: dict[int, float]
+    evaluated: list[float]
+    masters: dict[str, torch.Tensor]
+    formats: dict[str, str]
+
+    def check_same(self, other: "Left") -> None:
+        """Losses of the steps that `other` took, and masters in the end."""
+        assert other.losses == {step: self.losses[step] for step in other.losses}
+        assert self.masters.keys() == other.masters.keys()
+        assert all(torch.equal(master, other.masters[name]) for name, master in self.masters.items())
+
+
+def left(trained: Trained, run: Run | None = None) -> Left:
+    run = run or trained.run
+    assert run is not None
     run.force_sync()
-    return {
-        "losses": trained.losses,
-        "evaluated": trained.evaluated,
-        "stale": run.stale_bytes(),
-        "masters": run.masters(),
-        "weights": {name: str(weight_of(weight).format) for name, weight in run.weights.items()},
-        "offloaded": sum(len(host.cpu_copies(one.optimizer)) for one in host.distributed_optimizers(run.optimizer)),
-    }
+    assert not run.stale_bytes()
+    formats = {name: str(weight_of(weight).format) for name, weight in run.weights.items()}
+    return Left(trained.losses, trained.evaluated, run.masters(), formats)
 
 
-def train(*flags: str, recipe: Any = RECIPE, **options: Any) -> dict[str, Any]:
-    """What a run leaves: losses, stale bytes, masters and formats of its quantized weights."""
+def train(*flags: str, recipe: Any = RECIPE, **options: Any) -> Left:
+    """A run with zerocast installed, whose bytes are verified."""
     with installed(recipe) as own:
 
-        def after(trained: Trained) -> dict[str, Any]:
+        def after(trained: Trained) -> Left:
             (attachment,) = own.attachments
             assert zerocast.verify(attachment).ok
             return left(trained)
 
-        return pretrain(*flags, after=after, **options)
+        found: Left = pretrain(*flags, after=after, **options)
+        return found
 
 
 @contextlib.contextmanager
@@ -114,8 +109,8 @@ def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -
         yield
 
 
-def train_te_layers(fmt: str, *flags: str) -> dict[str, Any]:
-    """What a run leaves whose weights are TransformerEngine's, and `install({})` its one line."""
+def train_te_layers(fmt: str, *flags: str) -> Left:
+    """A run whose weights are TransformerEngine's, and `install({})` its one line."""
     with _te_layers(fmt):
         return train(*_MXFP8, *flags, recipe={})
 
@@ -128,99 +123,10 @@ def _te_layers_of(fmt: str, *flags: str, **where: bool) -> Callable[[], Any]:
     return case
 
 
-def norm_of_masters(*flags: str) -> tuple[float, float, int]:
-    """What megatron.training says of the norm of all masters by kernels that ask for addresses, what it is, and how many lie in
-    host memory.
-    """
-
-    def after(trained: Trained) -> tuple[float, float, int]:
-        assert trained.run is not None
-        norm_of, masters = host.training().calc_params_l2_norm, trained.run.masters()
-        utils = sys.modules[norm_of.__module__]
-        apply = utils.multi_tensor_applier
-
-        def by_address(kernel: Any, noop: Any, lists: Any, *args: Any) -> Any:
-            assert all(tensor.data_ptr() for tensors in lists for tensor in tensors)
-            return apply(kernel, noop, lists, *args)
-
-        with mock.patch.object(utils, "multi_tensor_applier", by_address):
-            norm = norm_of(trained.run.ddp)
-        return (
-            float(norm),
-            float(sum(m.double().square().sum() for m in masters.values()) ** 0.5),
-            left(trained)["offloaded"],
-        )
-
-    with cuda_on_cpu(), host_memory(), installed(RECIPE):
-        return pretrain("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", *OFFLOAD, *flags, after=after)
-
-
-def by_the_flag(*flags: str) -> dict[str, Any]:
-    """The same where the script has an extra_args_provider, and no call of install()."""
-    try:
-        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=left)
-    finally:
-        integration.uninstall()
-
-
-def plain(*flags: str) -> dict[str, Any]:
+def plain(*flags: str) -> Left:
     """The same run without zerocast."""
-    return pretrain(*flags, after=left)
-
-
-def installed_without_a_recipe() -> dict[str, Any]:
-    with installed():
-        return plain("--train-iters", "2")
-
-
-def after_uninstall() -> tuple[list[str], str, dict[str, Any]]:
-    """What has another value after a run than before; what the optimizer then says; a run without zerocast."""
-    modules = [one for place in PLACES if (one := module_or_none(getattr(host, place)))]
-    before = [{name: value for name, value in vars(module).items() if callable(value)} for module in modules]
-    with installed(RECIPE):
-        optimizer = pretrain("--train-iters", "1", after=lambda trained: trained.run.optimizer)
-    changed = [
-        f"{module.__name__}.{name}"
-        for module, values in zip(modules, before, strict=True)
-        for name, value in values.items()
-        if vars(module).get(name) is not value
-    ]
-    return changed, error_of(optimizer.step), plain("--train-iters", "1")
-
-
-def begun(*flags: str) -> dict[str, Any]:
-    """The masters before the first step of a run."""
-    held: dict[str, Any] = {}
-    with installed(RECIPE):
-        step = loop.train_step
-
-        def look(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            held.update(held or Run(model[0], optimizer, Case()).masters())
-            return step(forward_step, data, model, optimizer, *args, **kwargs)
-
-        with mock.patch.object(loop, "train_step", look):
-            pretrain(*flags)
-    return held
-
-
-def chunks_without_weights() -> list[dict[str, Any]]:
-    """Two pipeline stages of two chunks each, of which one alone has quantized weights: by chunk, what is left."""
-
-    def after(trained: Trained) -> list[dict[str, Any]]:
-        (attachment,) = own.attachments
-        assert zerocast.verify(attachment).ok
-        return [left(replace(trained, run=run)) for run in trained.chunks]
-
-    with installed({"decoder.layers.2.mlp.*.weight": NARROW}) as own:
-        flags = (
-            "--num-layers",
-            "4",
-            "--pipeline-model-parallel-size",
-            "2",
-            "--num-layers-per-virtual-pipeline-stage",
-            "1",
-        )
-        return pretrain(*flags, "--train-iters", "2", "--global-batch-size", "8", after=after)
+    found: Left = pretrain(*flags, after=left)
+    return found
 
 
 def _two_recipes() -> None:
@@ -241,37 +147,30 @@ def _twice() -> None:
         integration.install(RECIPE)
 
 
-def _after_building() -> None:
+def _after_setup(then: Callable[[Any, Any], object]) -> None:
+    """A run in which something is called with the model and the optimizer once they are built."""
     setup = loop.setup_model_and_optimizer
 
-    def then_install(*args: Any, **kwargs: Any) -> Any:
+    def setup_and_more(*args: Any, **kwargs: Any) -> Any:
         built = setup(*args, **kwargs)
-        integration.install(RECIPE)
+        then(*built[:2])
         return built
 
-    loop.setup_model_and_optimizer = then_install
-    try:
+    with mock.patch.object(loop, "setup_model_and_optimizer", setup_and_more):
         pretrain("--train-iters", "1")
+
+
+def _after_building() -> None:
+    try:
+        _after_setup(lambda model, optimizer: integration.install(RECIPE))
     finally:
         integration.uninstall()
-        loop.setup_model_and_optimizer = setup
 
 
 def _attached_by_hand() -> None:
-    """A provider of data that attaches what install() has attached."""
+    """A script that attaches what install() has attached."""
     with installed(RECIPE):
-        setup = loop.setup_model_and_optimizer
-
-        def and_attach(*args: Any, **kwargs: Any) -> Any:
-            model, optimizer, schedule = setup(*args, **kwargs)
-            integration.attach(optimizer, model)
-            return model, optimizer, schedule
-
-        loop.setup_model_and_optimizer = and_attach
-        try:
-            pretrain("--train-iters", "1")
-        finally:
-            loop.setup_model_and_optimizer = setup
+        _after_setup(lambda model, optimizer: integration.attach(optimizer, model))
 
 
 def _quantized_te_layer() -> None:
@@ -318,10 +217,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         _with("--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}),
         "ValueError: rank 0: embedding.word_embeddings.weight is the table of an embedding",
     ),
-    "a recipe and a flag": (
-        _both,
-        r"ValueError: .*install\(\) was given a recipe, and the command line .* by --zerocast-recipe",
-    ),
+    "a recipe and a flag": (_both, r"ValueError: .*install\(\) was given a recipe, and .* by --zerocast-recipe"),
     "a flag that is none": (
         _with("--zerocast-recipe", "nvfp4", recipe=None),
         "ValueError: .*--zerocast-recipe is a list of pattern=format, .* got 'nvfp4'",
@@ -376,23 +272,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
         "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
     ),
-    "a name that is gone": (
-        _without_a_name,
-        "RuntimeError: .*megatron.training.training' has no attribute 'train_step': this megatron-core has an API that",
-    ),
+    "a name that is gone": (_without_a_name, "RuntimeError: .*training.training' has no attribute 'train_step'"),
     "a model that is built otherwise": (
         _built_otherwise,
         "RuntimeError: megatron.training.training.setup_model_and_optimizer has not called correct_amax_history_if_needed, "
         "get_megatron_optimizer: this megatron-core has an API that",
     ),
 }
-
-
-def say(name: str) -> str:
-    """The message that a case raises; afterwards nothing is installed."""
-    said = error_of(CASES[name][0])
-    assert installation._installed is None
-    return said
 
 
 def parsed(*line: str) -> Any:

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests import casts
 from tests.megatron import host_memory, training
 from tests.megatron.attached import Attached
 from tests.megatron.ranks_host import device
@@ -43,26 +44,25 @@ def offloaded(
     return Case(formats, fused_adam=precise, options=settings, **more)
 
 
-class Sides(NamedTuple):
-    """How many masters the host says that it has offloaded, how many stand for one in host memory, and how many a plan or a
-    rounded parameter reads there.
+def _copies(run: Run) -> list[Tensor]:
+    """The copies of masters in host memory, as the host has them."""
+    own = run.optimizer.chained_optimizers
+    return [copy for one in own for copy in megatron_names.cpu_copies(one.optimizer).values()]
+
+
+def count_offloaded(run: Run, attached: Any) -> int:
+    """How many masters the host says that it has offloaded. As many tensors stand for one in host memory, and are read there by a
+    plan or a rounded parameter.
     """
-
-    offloaded: int
-    standing: int
-    cast_there: int
-
-
-def _sides(run: Run, attached: Any) -> Sides:
-    copies = [
-        copy for one in run.optimizer.chained_optimizers for copy in megatron_names.cpu_copies(one.optimizer).values()
-    ]
+    copies = _copies(run)
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
     plain = [shard.master for share in attached._shares for shard in share.driver.host.plain]
     read = [shard.master for shard in shards if shard.on_cpu]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
     standing = sum(isinstance(master, CpuMaster) for _, master in _masters(run))
-    return Sides(len(copies), standing, sum(any(master is copy for copy in copies) for master in read))
+    cast_there = sum(any(master is copy for copy in copies) for master in read)
+    assert len(copies) == standing == cast_there
+    return len(copies)
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -80,13 +80,13 @@ def _masters(run: Run) -> Iterator[tuple[Any, Tensor]]:
                 yield from zip(group, mains, strict=True)
 
 
-def train(case: Case) -> tuple[list[float], dict[str, int], bool, Sides]:
-    """Losses, stale bytes, what verify says, and where masters lie."""
+def train(case: Case) -> int:
+    """Train an attached model, and check its bytes. Returns the number of masters in host memory."""
     with case.host():
         run, attached = build_attached(case)
-        losses = [run.step(number) for number in range(3)]
-        run.force_sync()
-        return losses, run.stale_bytes(), verify(attached).ok, _sides(run, attached)
+        run.train()
+        assert verify(attached).ok
+        return count_offloaded(run, attached)
 
 
 @contextlib.contextmanager
@@ -101,17 +101,19 @@ def made_on_the_device() -> AbstractContextManager[Any]:
     return mock.patch.object(offload, "one_by_one", lambda build: build)
 
 
-def as_on_the_device(case: Case) -> tuple[list[str], Sides]:
-    """What differs, after the steps of two runs, from that where masters are copied to the device and cast there."""
+def compare_with_the_device(case: Case) -> None:
+    """After some steps all is as in a run whose masters are copied to the device and cast there, to the bit."""
     with case.host():
         ours = Attached(case)
         with on_the_device():
             theirs = Attached(case)
-            expected = [theirs.run.step(number) for number in range(3)], theirs.everything()
-        found = [ours.run.step(number) for number in range(3)], ours.everything()
-        wrong = [name for name in expected[1] if not (expected[1][name] == found[1][name]).all()]
-        assert expected[1].keys() == found[1].keys()
-        return wrong + ["losses"] * (expected[0] != found[0]), _sides(ours.run, ours.attachment)
+            their_losses = [theirs.run.step(number) for number in range(3)]
+            expected = theirs.everything()
+        assert [ours.run.step(number) for number in range(3)] == their_losses
+        found = ours.everything()
+        assert found.keys() == expected.keys()
+        casts.assert_same_bytes(found, expected)
+        assert count_offloaded(ours.run, ours.attachment) > 0
 
 
 class Memory(NamedTuple):
@@ -126,7 +128,7 @@ class Memory(NamedTuple):
 
 
 def memory(case: Case) -> tuple[Memory, Memory]:
-    """Of a run of 16.8 million elements with masters in host memory, and of one where they are on the device as well."""
+    """Measure a run of 16.8 million elements with masters in host memory, and one where they are on the device as well."""
     found = []
     with case.host(), mock.patch.object(training, "WIDTHS", (2048,) * 5):
         for way in (on_the_device(), contextlib.nullcontext(), on_the_device()):  # once for the workspaces of products
@@ -144,11 +146,8 @@ def memory(case: Case) -> tuple[Memory, Memory]:
                 torch.cuda.reset_peak_memory_stats()
                 run.optimizer.step()
                 step = torch.cuda.max_memory_allocated() - start
-            copies = [
-                c for one in run.optimizer.chained_optimizers for c in megatron_names.cpu_copies(one.optimizer).values()
-            ]
-            found.append(Memory(live, predicted, step, sum(copy.nbytes for copy in copies)))
-            del run, _, copies
+            found.append(Memory(live, predicted, step, sum(copy.nbytes for copy in _copies(run))))
+            del run, _
     return found[1], found[2]
 
 
@@ -163,9 +162,9 @@ def _needed_on_the_device(run: Run) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def made(case: Case) -> tuple[int, list[bool], list[bool]]:
-    """How many masters on the device there are at most at a time while an optimizer is built; and which masters lie on the host
-    then, and by Megatron's own choice.
+def build_one_by_one(case: Case) -> None:
+    """While an optimizer is built, the masters that lie on the host, which are of Megatron's own choice, are made on the device one
+    by one.
     """
     with case.host():
         kind, alive, most = importlib.import_module(megatron_names.OPTIMIZER).DistributedOptimizer, [], 0
@@ -187,53 +186,51 @@ def made(case: Case) -> tuple[int, list[bool], list[bool]]:
             master for one in theirs.optimizer.chained_optimizers for master in megatron_names.cpu_copies(one.optimizer)
         ]
         chosen = [any(master is copied for copied in copies) for _, master in _masters(theirs)]
-        return most, [isinstance(master, CpuMaster) for _, master in _masters(ours)], chosen
+        hosted = [isinstance(master, CpuMaster) for _, master in _masters(ours)]
+        assert hosted == chosen and any(hosted)
+        assert most <= 2 + chosen.count(False)
 
 
-def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
-    """Steps with a detached moment between them: what differs from an uninterrupted run; what is as Megatron made it meanwhile;
-    what an attachment that fails half-way leaves changed.
+def reattach(case: Case) -> None:
+    """Steps with a detached moment between them, in which all is as Megatron made it, are those of an uninterrupted run. An
+    attachment that fails half-way leaves nothing changed.
     """
     with case.host():
         straight, broken = Attached(case), Attached(case)
         for number in range(2):
             straight.run.step(number)
             broken.run.step(number)
-        before, offloads = broken.run.masters(), _sides(broken.run, broken.attachment).offloaded
+        before, offloads = broken.run.masters(), count_offloaded(broken.run, broken.attachment)
         broken.attachment.detach()
         masters = list(_masters(broken.run))
         copies = [megatron_names.cpu_copies(one.optimizer) for one in broken.own]
         inner = [p for one in broken.own for group in one.optimizer.param_groups for p in group["params"]]
-        back = {
-            "tensors": not any(isinstance(m, CpuMaster) or on_host(m) for m in [m for _, m in masters] + inner),
-            "the same in the inner optimizer": {id(m) for _, m in masters} == {id(p) for p in inner},
-            "main_param": all(p.main_param is m for p, m in masters if p.dtype != torch.float32),
-            "a parameter's own memory": all(
-                m.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
-                for p, m in masters
-                if p.dtype == torch.float32
-            ),
-            "values": all(torch.equal(value, broken.run.masters()[name]) for name, value in before.items()),
-            "copies": all(
-                on_host(copy) and torch.equal(m.detach().cpu(), copy) for pairs in copies for m, copy in pairs.items()
-            ),
-            "as many": sum(map(len, copies)) == offloads > 0,
-            "state": {id(p) for one in broken.own for p in one.optimizer.state} == {id(p) for p in inner},
-        }
+        assert not any(isinstance(m, CpuMaster) or on_host(m) for m in [m for _, m in masters] + inner)
+        assert {id(m) for _, m in masters} == {id(p) for p in inner}
+        for param, master in masters:
+            if param.dtype == torch.float32:
+                assert master.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+            else:
+                assert param.main_param is master
+        after = broken.run.masters()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        for master, copy in (pair for pairs in copies for pair in pairs.items()):
+            assert on_host(copy) and torch.equal(master.detach().cpu(), copy)
+        assert sum(map(len, copies)) == offloads > 0
+        assert {id(p) for one in broken.own for p in one.optimizer.state} == {id(p) for p in inner}
         with mock.patch.object(integration.attachment, "build_share", side_effect=MemoryError("no memory")):
             assert "no memory" in error_of(lambda: integration.attach(broken.run.optimizer, broken.run.ddp))
-        left = [str(m) for _, m in _masters(broken.run) if isinstance(m, CpuMaster)]
+        assert not any(isinstance(master, CpuMaster) for _, master in _masters(broken.run))
         broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
         for number in range(2, 4):
             straight.run.step(number)
             broken.run.step(number)
-        expected, found = straight.everything(), broken.everything()
-        return [name for name in expected if not (expected[name] == found[name]).all()], back, left
+        casts.assert_same_bytes(broken.everything(), straight.everything())
 
 
-def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
-    """Of the host's offload_to_cpu and restore_from_cpu between steps: what of an offloaded master's state is moved to the device,
-    and how many tensors of the others' state are; stale bytes after the next step.
+def restore(case: Case) -> None:
+    """The host's offload_to_cpu and restore_from_cpu between steps move to the device the state of the masters there, and nothing
+    of an offloaded master's.
     """
     with case.host():
         run, _ = build_attached(case)
@@ -242,13 +239,13 @@ def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
         moved: list[Tensor] = []
         with mock.patch.object(Tensor, "cuda", lambda tensor: moved.append(tensor) or tensor):
             run.optimizer.restore_from_cpu()
-        hosted, others = [], 0
+        others = 0
         for one in run.optimizer.chained_optimizers:
             for master, state in one.optimizer.state.items():
                 names = [name for name, value in state.items() if any(value is tensor for tensor in moved)]
                 if master in megatron_names.cpu_copies(one.optimizer):
-                    hosted += names
-                else:
-                    others += len(names)
+                    assert not names
+                others += len(names)
+        assert others > 0
         run.step(1)
-        return hosted, others, run.stale_bytes()
+        assert not run.stale_bytes()

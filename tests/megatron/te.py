@@ -117,7 +117,7 @@ def use_te_tensors(model: nn.Module, recipe: Recipe, device: torch.device) -> Re
 
 
 def parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter:
-    """As TransformerEngine makes it, which quantizes by its compiled extension."""
+    """Make a parameter as TransformerEngine does, which quantizes by its compiled extension."""
     case = Weight("fp8_delayed" if "delayed" in fmt else fmt, tuple(value.shape), ((0, value.numel()),), value.dtype)
     made: Any = tensors.tensor(case, str(device), columnwise=True)
     cast = tensors.with_shared_codes(case.fmt, casts.unsharded(case.fmt, value.cpu().float(), value.dtype))

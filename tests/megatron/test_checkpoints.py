@@ -5,14 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.megatron.checkpoints import (
-    another_format,
-    check,
-    loaded,
-    resume_afresh,
-    saved,
-    small_buckets,
-)
+from tests.megatron.checkpoints import another_format, check_loaded, resume_afresh, saved, small_buckets
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import ALL, MIXED, Case
 from tests.workers import Ranks
@@ -43,7 +36,7 @@ def test_places_without_padding() -> None:
 @pytest.mark.parametrize("sharding", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
 @pytest.mark.parametrize("kind", ["frozen plain", "frozen quantized", "buffers", "tied"])
 def test_every_kind_of_model_resumes_afresh(ranks: Ranks, tmp_path: Path, kind: str, sharding: str) -> None:
-    assert ranks(2)(resume_afresh, kind, str(tmp_path), sharding) == [[], []]
+    ranks(2)(resume_afresh, kind, str(tmp_path), sharding)
 
 
 def test_frozen_bytes_of_another_format(ranks: Ranks) -> None:
@@ -67,7 +60,8 @@ def test_other_numbers_of_ranks(
     ranks: Ranks, tmp_path: Path, before: int, after: int, experts: bool, kind: str
 ) -> None:
     case = Case(MIXED, overlap=True, experts=experts)
-    check(ranks(before)(saved, case, str(tmp_path), kind)[0], ranks(after)(loaded, case, str(tmp_path), kind))
+    written = ranks(before)(saved, case, str(tmp_path), kind)[0]
+    ranks(after)(check_loaded, case, str(tmp_path), kind, written)
 
 
 @SLOW
@@ -76,7 +70,8 @@ def test_other_numbers_of_ranks(
 def test_several_buckets(ranks: Ranks, tmp_path: Path, formats: str, busbw: bool, kind: str, world: int) -> None:
     """Padding lies between them, for bandwidth much of it; Megatron alone then saves parameters from the wrong places."""
     case = Case(formats, overlap=True, busbw=busbw, bucket_size=20_000)
-    check(ranks(world)(saved, case, str(tmp_path), kind)[0], ranks(world)(loaded, case, str(tmp_path), kind))
+    written = ranks(world)(saved, case, str(tmp_path), kind)[0]
+    ranks(world)(check_loaded, case, str(tmp_path), kind, written)
 
 
 @pytest.mark.parametrize("is_loading", [False, pytest.param(True, marks=SLOW)])

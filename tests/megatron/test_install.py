@@ -1,132 +1,200 @@
 """One line before pretrain() of megatron.training."""
 
-import functools
 import os
 import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import zerocast
 from tests.megatron import installing, te
-from tests.megatron.installing import FLAG
-from tests.megatron.pretraining import FLAGS, ON_CPU, needs_training
-from tests.megatron.training import NARROW
-from tests.workers import Ranks
+from tests.megatron.host_memory import host_memory
+from tests.megatron.host_on_cpu import cuda_on_cpu
+from tests.megatron.installing import FLAG, RECIPE, installed
+from tests.megatron.pretraining import FLAGS, ON_CPU, WHY_NOT, Trained, module_or_none, needs_training, pretrain
+from tests.megatron.training import NARROW, Case, Run
+from tests.workers import error_of, on_ranks
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import host, installation
+
+if not WHY_NOT:
+    import megatron.training.training as loop
 
 pytestmark = needs_training
 
+PLACES = (
+    "TRAINING",
+    "CHECKPOINTING",
+    "ARGUMENTS",
+    "MODEL_BUILDERS",
+    "FP8",
+    "FP4",
+    "BUFFER",
+    "DDP",
+    "OPTIMIZER",
+    "FACTORIES",
+)
 TILES = "mxfp8:block=32x32"
-
-
-def on(ranks: Ranks, world: int) -> Callable[..., list[Any]]:
-    """A pretrain() takes longer than other cases."""
-    return functools.partial(ranks(world), timeout=150.0)
-
-
+SECONDS = 150.0  # a pretrain() takes longer than other cases
+ONE_STEP = ("--train-iters", "1")
+OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", "--use-precision-aware-optimizer")
 TE_LAYERS = {name for name in installing.CASES if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+@on_ranks(2, timeout=SECONDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=te.needs_te if name in TE_LAYERS else ()) for name in installing.CASES]
+)
+def test_mistakes(name: str) -> None:
+    """The error says what to do, and nothing is installed afterwards."""
+    mistake, message = installing.CASES[name]
+    said = error_of(mistake)
+    assert re.match(message, said), said
+    assert installation._installed is None
 
 
-@pytest.mark.parametrize("name", installing.CASES)
-def test_mistakes(ranks: Ranks, name: str) -> None:
-    if name in TE_LAYERS and te.WHY_NOT:
-        pytest.skip(te.WHY_NOT)
-    for said in on(ranks, 2)(installing.say, name):
-        assert re.match(installing.CASES[name][1], said), said
-
-
-def test_trains_evaluates_saves_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    save = ("--save", folder, "--save-interval", "2")
-    through = on(ranks, 2)(installing.train, "--train-iters", "4", *save)[0]
-    assert (
-        not through["stale"]
-        and len(through["weights"]) == 4
-        and set(through["weights"].values()) == {NARROW, "fp8_block"}
-    )
-    assert list(through["losses"]) == [1, 2, 3, 4] and through["losses"][4] < through["losses"][1]
-    assert len(through["evaluated"]) >= 2
+    through = installing.train("--train-iters", "4", "--save", folder, "--save-interval", "2")
+    assert len(through.formats) == 4 and set(through.formats.values()) == {NARROW, "fp8_block"}
+    assert list(through.losses) == [1, 2, 3, 4] and through.losses[4] < through.losses[1]
+    assert len(through.evaluated) >= 2
+    dist.barrier()
     (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = on(ranks, 2)(installing.train, "--train-iters", "4", "--load", folder)[0]
-    assert list(resumed["losses"]) == [3, 4]
-    assert resumed["losses"] == {step: through["losses"][step] for step in (3, 4)}
-    assert same(resumed["masters"], through["masters"]) and not resumed["stale"]
+    dist.barrier()
+    resumed = installing.train("--train-iters", "4", "--load", folder)
+    assert list(resumed.losses) == [3, 4]
+    through.check_same(resumed)
 
 
+@on_ranks(2, timeout=SECONDS)
 @te.needs_te
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-def test_weights_of_transformer_engine(ranks: Ranks, overlap: bool) -> None:
+def test_weights_of_transformer_engine(overlap: bool) -> None:
     """With an empty recipe they are cast, MXFP8 in tiles too, in buffers of bytes."""
     flags = ("--overlap-grad-reduce", "--overlap-param-gather") if overlap else ()
-    for left in on(ranks, 2)(installing.train_te_layers, TILES, "--train-iters", "4", *flags):
-        assert not left["stale"] and left["losses"][4] < left["losses"][1]
-        assert set(left["weights"].values()) == {TILES} and len(left["weights"]) == 2
+    left = installing.train_te_layers(TILES, "--train-iters", "4", *flags)
+    assert left.losses[4] < left.losses[1]
+    assert set(left.formats.values()) == {TILES} and len(left.formats) == 2
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_bf16_gives_masters_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_a_checkpoint_in_bf16_gives_masters_as_they_are(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    masters = on(ranks, 2)(installing.plain, "--train-iters", "1", "--save", folder, "--save-interval", "1")[0][
-        "masters"
-    ]
-    held = on(ranks, 2)(installing.begun, "--train-iters", "1", "--finetune", "--load", folder)[0]
-    assert same(held, {name: master.bfloat16().float() for name, master in masters.items()})
+    written = installing.plain(*ONE_STEP, "--save", folder, "--save-interval", "1").masters
+    first: dict[str, torch.Tensor] = {}
+    step = loop.train_step
+
+    def look(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        first.update(first or Run(model[0], optimizer, Case()).masters())
+        return step(forward_step, data, model, optimizer, *args, **kwargs)
+
+    with installed(RECIPE), mock.patch.object(loop, "train_step", look):
+        pretrain(*ONE_STEP, "--finetune", "--load", folder)
+    assert first.keys() == written.keys()
+    assert all(torch.equal(master, written[name].bfloat16().float()) for name, master in first.items())
 
 
-def test_by_the_command_line(ranks: Ranks) -> None:
+@on_ranks(2, timeout=SECONDS)
+def test_by_the_command_line() -> None:
+    """The script has an extra_args_provider, and no call of install()."""
     flags = ("--train-iters", "2", "--overlap-grad-reduce", "--overlap-param-gather")
-    by_call, by_flag = on(ranks, 2)(installing.train, *flags)[0], on(ranks, 2)(installing.by_the_flag, *flags)[0]
-    assert by_flag["losses"] == by_call["losses"] and same(by_flag["masters"], by_call["masters"])
-    assert not by_flag["stale"] and by_flag["weights"] == by_call["weights"]
+    by_call = installing.train(*flags)
+    try:
+        by_flag = pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=installing.left)
+    finally:
+        integration.uninstall()
+    by_call.check_same(by_flag)
+    assert by_flag.formats == by_call.formats
 
 
-def test_the_norm_of_masters_in_host_memory(ranks: Ranks) -> None:
-    for norm, expected, offloaded in on(ranks, 2)(
-        installing.norm_of_masters, "--train-iters", "1", "--log-params-norm"
-    ):
-        assert offloaded and norm == pytest.approx(expected, rel=1e-5)
+@on_ranks(2, timeout=SECONDS)
+def test_the_norm_of_masters_in_host_memory() -> None:
+    """megatron.training computes it by kernels that ask for addresses."""
+
+    def after(trained: Trained) -> None:
+        run = trained.run
+        assert run is not None
+        norm_of = host.training().calc_params_l2_norm
+        utils = sys.modules[norm_of.__module__]
+        apply = utils.multi_tensor_applier
+
+        def by_address(kernel: Any, noop: Any, lists: Any, *args: Any) -> Any:
+            assert all(tensor.data_ptr() for tensors in lists for tensor in tensors)
+            return apply(kernel, noop, lists, *args)
+
+        with mock.patch.object(utils, "multi_tensor_applier", by_address):
+            norm = float(norm_of(run.ddp))
+        assert norm == pytest.approx(sum(float(m.double().square().sum()) for m in run.masters().values()) ** 0.5)
+        assert any(host.cpu_copies(one.optimizer) for one in host.distributed_optimizers(run.optimizer))
+
+    unpinned = ("--no-pin-cpu-grads", "--no-pin-cpu-params")
+    with cuda_on_cpu(), host_memory(), installed(RECIPE):
+        pretrain(*OFFLOAD, *unpinned, *ONE_STEP, "--log-params-norm", after=after)
 
 
 @pytest.mark.slow
-def test_values_are_hashed_and_masters_normed(ranks: Ranks) -> None:
-    flags = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1")
-    assert not on(ranks, 2)(installing.train, "--train-iters", "1", *flags)[0]["stale"]
+@on_ranks(2, timeout=SECONDS)
+def test_values_are_hashed_and_masters_normed() -> None:
+    installing.train(*ONE_STEP, "--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1")
 
 
 @pytest.mark.slow
-def test_nothing_is_done_without_a_recipe(ranks: Ranks) -> None:
-    (without, *_), (installed, *_) = (
-        on(ranks, 2)(installing.plain, "--train-iters", "2"),
-        on(ranks, 2)(installing.installed_without_a_recipe),
+@on_ranks(2, timeout=SECONDS)
+def test_nothing_is_done_without_a_recipe() -> None:
+    without = installing.plain("--train-iters", "2")
+    with installed():
+        found = installing.plain("--train-iters", "2")
+    without.check_same(found)
+    assert not found.formats
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=SECONDS)
+def test_uninstall_gives_everything_back() -> None:
+    """Every name of Megatron's is what it was, the optimizer refuses to step, and a run without zerocast quantizes nothing."""
+    modules = [one for place in PLACES if (one := module_or_none(getattr(host, place)))]
+    before = [{name: value for name, value in vars(module).items() if callable(value)} for module in modules]
+    with installed(RECIPE):
+        optimizer = pretrain(*ONE_STEP, after=lambda trained: trained.run.optimizer)
+    for module, values in zip(modules, before, strict=True):
+        assert [name for name, value in values.items() if vars(module).get(name) is not value] == []
+    with pytest.raises(RuntimeError, match=r"step of .* which was detached"):
+        optimizer.step()
+    assert not installing.plain(*ONE_STEP).formats
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=SECONDS)
+def test_a_chunk_without_quantized_weights() -> None:
+    """One chunk has quantized weights, of two pipeline stages of two chunks each."""
+
+    def after(trained: Trained) -> list[dict[str, str]]:
+        (attachment,) = own.attachments
+        assert zerocast.verify(attachment).ok
+        return [installing.left(trained, run).formats for run in trained.chunks]
+
+    stages = (
+        "--num-layers",
+        "4",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-layers-per-virtual-pipeline-stage",
+        "1",
     )
-    assert installed["losses"] == without["losses"] and same(installed["masters"], without["masters"])
-    assert not installed["weights"]
-
-
-@pytest.mark.slow
-def test_uninstall_gives_everything_back(ranks: Ranks) -> None:
-    for changed, said, plain in on(ranks, 2)(installing.after_uninstall):
-        assert not changed
-        assert said.startswith("RuntimeError: step of") and "which was detached" in said
-        assert not plain["weights"]
-
-
-@pytest.mark.slow
-def test_a_chunk_without_quantized_weights(ranks: Ranks) -> None:
-    first, second = on(ranks, 2)(installing.chunks_without_weights)
-    (empty, last), others = first, second
-    assert not empty["weights"] and not any(one["weights"] for one in others)
-    assert set(last["weights"].values()) == {NARROW} and len(last["weights"]) == 2
-    assert not any(one["stale"] for one in (*first, *second))
+    with installed({"decoder.layers.2.mlp.*.weight": NARROW}) as own:
+        first, second = pretrain(*stages, "--train-iters", "2", "--global-batch-size", "8", after=after)
+    assert not first
+    assert list(second.values()) == ([NARROW] * 2 if dist.get_rank() == 0 else [])
 
 
 def test_the_flags() -> None:
@@ -145,32 +213,17 @@ def test_the_stock_script(checkout: str, tmp_path: Path) -> None:
     # Megatron compiles with the Python of the path, and asks python3-config, which no virtual environment has, for a suffix.
     binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     suffix = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
-    fmt = (
-        "nvfp4"
-        if "nvfp4_packed" in Path(checkout, "megatron/core/distributed/param_and_grad_buffer.py").read_text()
-        else "fp8_block"
-    )
+    buffers = Path(checkout, "megatron/core/distributed/param_and_grad_buffer.py").read_text()
+    fmt = "nvfp4" if "nvfp4_packed" in buffers else "fp8_block"
 
     def run(ranks: int, *flags: str) -> str:
         launch = f"-m torch.distributed.run --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint localhost:0"
         own = ["--zerocast-recipe", f"*.linear_*.weight={fmt}", "--zerocast-verify-every", "1"]
         line = [sys.executable, *launch.split(), "-m", "tests.megatron.pretraining", str(script), *FLAGS.split()]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": paths,
-            "PATH": binaries,
-            "MAKEFLAGS": suffix,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }
-        done = subprocess.run(
-            [*line, *ON_CPU.split(), *own, *flags],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-            env=environment,
-        )
+        environment = {**os.environ, "PYTHONPATH": paths, "PATH": binaries, "MAKEFLAGS": suffix}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        command = [*line, *ON_CPU.split(), *own, *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         return done.stdout
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import gpt, muon, te
-from tests.megatron.checkpoints import check
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of, on_ranks
 
 pytestmark = pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON)
 SLOW = pytest.mark.slow
@@ -39,8 +38,7 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overla
 def test_live_bytes_are_the_cast_of_the_masters(
     ranks: Ranks, world: int, formats: str, overlap: bool, experts: bool
 ) -> None:
-    for losses, wrong, verified in ranks(world)(muon.train, Case(formats, overlap, experts=experts)):
-        assert not wrong and verified and losses[2] < losses[0]
+    ranks(world)(muon.train, Case(formats, overlap, experts=experts))
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data, expert, whole matrices", formats=lambda fmt: [fmt])
@@ -56,22 +54,18 @@ def test_live_bytes_are_the_cast_of_the_masters(
 def test_experts_over_two_ranks(ranks: Ranks, world: int, fmt: str, overlap: bool) -> None:
     """Megatron's GPT: each rank has half of the experts, and shares them with those that have the same."""
     case = gpt.Parallel(expert=2, experts=4, overlap=overlap, muon=True, formats=fmt)
-    for losses, stale, ok, plans in ranks(world)(gpt.train, case):
-        assert not stale and ok and plans == 3
-        assert losses[3] < losses[0]
+    ranks(world)(gpt.train, case, 3)
 
 
 @pytest.mark.parametrize("pattern", [pytest.param("*.experts.*", marks=SLOW), "*output_layer.weight", "*_*.weight"])
 def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
     """Experts alone; the output layer alone, which Adam updates; both and all other matrices."""
     recipe = {"expert": 2, "experts": 4, "formats": "nvfp4", "pattern": pattern}
-    for losses, stale, ok, _ in ranks(2)(gpt.train, gpt.Parallel(overlap=True, muon=True, **recipe)):
-        assert not stale and ok
-        assert losses[3] < losses[0]
+    ranks(2)(gpt.train, gpt.Parallel(overlap=True, muon=True, **recipe))
 
 
 def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
-    """By which it orthogonalizes queries, keys and values apart, and over tensor-parallel ranks."""
+    """Muon orthogonalizes by them queries, keys and values apart, and over tensor-parallel ranks."""
     for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
         assert plain == quantized
         assert {name for name, held in quantized.items() if held.get("is_qkv")} == {
@@ -91,9 +85,8 @@ def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world", "layers"), [(2, ALL_LAYERS), (3, "02")])
 @OVERLAP
 def test_tensors_of_transformer_engine(ranks: Ranks, world: int, layers: str, formats: str, overlap: bool) -> None:
-    """Of all layers, or of every second one, with experts among either."""
-    for losses, wrong, verified in ranks(world)(muon.train, Case(formats, overlap, experts=True, te=layers)):
-        assert not wrong and verified and losses[2] < losses[0]
+    """All layers have them, or every second one, with experts among either."""
+    ranks(world)(muon.train, Case(formats, overlap, experts=True, te=layers))
 
 
 def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization(ranks: Ranks) -> None:
@@ -103,26 +96,27 @@ def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization
     assert {name for mine in found for kind, name, *_ in mine if "LayerWise" not in kind} == {
         f"layers.{number}.bias" for number in range(4)
     }
-    assert all(ranks(2)(muon.begins_with, Case("nvfp4")))
+    ranks(2)(muon.check_first_masters, Case("nvfp4"))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", muon.MISTAKES)
-def test_mistakes(ranks: Ranks, name: str) -> None:
-    for said in ranks(2)(muon.say, name):
-        assert re.match(muon.MISTAKES[name][1], said), said
+def test_mistakes(name: str) -> None:
+    mistake, message = muon.MISTAKES[name]
+    case = Case("fp8_current", experts="expert" in name)
+    with muon.host(case):
+        said = error_of(lambda: mistake(case))
+    assert re.match(message, said), said
 
 
 @EXPERTS
 def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks, experts: bool) -> None:
-    for broke, said in ranks(2)(muon.broken_step, Case("nvfp4", experts=experts)):
-        assert broke.startswith("MemoryError")
-        for message in said:
-            assert re.search("an optimizer step failed partway", message), said
+    ranks(2)(muon.break_a_step, Case("nvfp4", experts=experts))
 
 
 @EXPERTS
 def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: bool) -> None:
-    assert ranks(2)(muon.finetuned, Case("fp8_block", experts=experts)) == [[{}, {}]] * 2
+    ranks(2)(muon.finetune, Case("fp8_block", experts=experts))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,7 @@ def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: boo
 @EXPERTS
 def test_resume_is_exact(ranks: Ranks, formats: str, kind: str, overlap: bool, experts: bool) -> None:
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
-    for same, wrong in ranks(2)(muon.resume, Case(formats, overlap, experts=experts), kind):
-        assert all(same.values()), same
-        assert not wrong
+    ranks(2)(muon.resume, Case(formats, overlap, experts=experts), kind)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 2, marks=SLOW)])
@@ -144,4 +136,4 @@ def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
     case, kind = Case("nvfp4", experts=experts), "dp_reshardable"
     written = ranks(before)(muon.saved, case, str(tmp_path), kind)[0]
-    check(written, ranks(after)(muon.loaded, case, str(tmp_path), kind))
+    ranks(after)(muon.check_loaded, case, str(tmp_path), kind, written)

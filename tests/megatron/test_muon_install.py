@@ -8,14 +8,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.megatron import installing
-from tests.megatron.installing import RECIPE, installed
+from tests.megatron.installing import RECIPE, Left, installed
 from tests.megatron.muon import WHY_NO_MUON, muon_in_the_host
 from tests.megatron.pretraining import WHY_NOT, pretrain
-from tests.megatron.test_install import on, same
+from tests.megatron.test_install import SECONDS
 from tests.megatron.training import NARROW
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast.integrations.megatron import host, installation
 
 if not WHY_NO_MUON:
@@ -27,16 +28,10 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-tok
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 
-def train(*flags: str, **options: Any) -> dict[str, Any]:
-    """What a run leaves, as `installing.train`."""
+def train(*flags: str, **options: Any) -> Left:
+    """A run of `installing.train` by Muon."""
     with muon_in_the_host():
         return installing.train(*MUON, *flags, **options)
-
-
-def with_the_output_layer(provides_model: bool, *flags: str) -> dict[str, Any]:
-    """Quantized too, which Adam updates; of a model that Megatron builds, or that the script provides."""
-    recipe = {"*embeddings.weight": "identity", "*_*.weight": NARROW}
-    return train(*flags, recipe=recipe, provides_model=provides_model)
 
 
 def _with(*flags: str, recipe: Any = RECIPE, without: str = "") -> Callable[[], Any]:
@@ -70,24 +65,15 @@ def _wrapped_otherwise() -> None:
 
 
 def _saved_without_a_moment() -> None:
-    """As under Lion, whose moments Megatron takes Adam's for."""
+    """Megatron does so under Lion, whose moments it takes Adam's for."""
     with mock.patch.object(host, "moments_left_out", return_value=["exp_avg_sq"]):
         _with(RESHARDABLE, "--save", "never written", "--save-interval", "1")()
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "values of matrices": (
-        _with("--no-use-layer-wise-param-layout"),
-        "ValueError: .*--no-use-layer-wise-param-layout is not supported: .* leave it out",
-    ),
-    "an older release": (
-        _in_an_older_release,
-        "ValueError: .*--optimizer muon is not supported: this megatron-core has no layout .*; 0.19 does",
-    ),
-    "a model that is wrapped otherwise": (
-        _wrapped_otherwise,
-        "ValueError: use_distributed_optimizer=False is not supported",
-    ),
+    "values of matrices": (_with("--no-use-layer-wise-param-layout"), "ValueError: .*-param-layout is not .* leave it"),
+    "an older release": (_in_an_older_release, "ValueError: .*muon is not supported: .* no layout .*; 0.19 does"),
+    "a model that is wrapped otherwise": (_wrapped_otherwise, "ValueError: use_distributed_optimizer=False is not"),
     "a moment that is not saved": (
         _saved_without_a_moment,
         "ValueError: fully_reshardable checkpoints of Megatron leave out exp_avg_sq .* use dp_resh",
@@ -95,50 +81,49 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def say(name: str) -> str:
-    """The message that a case raises; afterwards nothing is installed."""
-    with muon_in_the_host():
-        said = error_of(CASES[name][0])
-    assert installation._installed is None
-    return said
-
-
 pytestmark = pytest.mark.skipif(bool(WHY_NO_PRETRAINING), reason=WHY_NO_PRETRAINING or "there is Muon")
 SLOW = pytest.mark.slow
 
 
+@on_ranks(2, timeout=SECONDS)
 @pytest.mark.parametrize("name", CASES)
-def test_mistakes(ranks: Ranks, name: str) -> None:
-    for said in on(ranks, 2)(say, name):
-        assert re.match(CASES[name][1], said), said
+def test_mistakes(name: str) -> None:
+    mistake, message = CASES[name]
+    with muon_in_the_host():
+        said = error_of(mistake)
+    assert re.match(message, said), said
+    assert installation._installed is None
 
 
 @SLOW
+@on_ranks(2, timeout=SECONDS)
 @pytest.mark.parametrize("more", [(), (RESHARDABLE,)], ids=["dp_reshardable", "fully"])
 @pytest.mark.parametrize("experts", [(), EXPERTS], ids=["", "experts"])
-def test_trains_evaluates_saves_and_resumes(
-    ranks: Ranks, tmp_path: Path, more: tuple[str, ...], experts: tuple[str, ...]
-) -> None:
+def test_trains_evaluates_saves_and_resumes(tmp_path: Path, more: tuple[str, ...], experts: tuple[str, ...]) -> None:
     """Every step verified; a resumed run is the one that was not interrupted, to the bit."""
     folder, flags = str(tmp_path / "checkpoint"), ("--train-iters", "4", *more, *experts)
-    through = on(ranks, 2)(train, *flags, "--save", folder, "--save-interval", "2")
+    through = train(*flags, "--save", folder, "--save-interval", "2")
+    assert set(through.formats.values()) == {NARROW, "fp8_block"}
+    assert len(through.formats) == (6 if experts else 4) and len(through.evaluated) >= 2
+    assert through.losses[4] < through.losses[1]
+    dist.barrier()
     (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = on(ranks, 2)(train, *flags, "--load", folder)
-    for before, after in zip(through, resumed, strict=True):
-        assert not before["stale"] and set(before["weights"].values()) == {NARROW, "fp8_block"}
-        assert len(before["weights"]) == (6 if experts else 4) and len(before["evaluated"]) >= 2
-        assert before["losses"][4] < before["losses"][1]
-        assert after["losses"] == {step: before["losses"][step] for step in (3, 4)}
-        assert same(after["masters"], before["masters"]) and not after["stale"]
+    dist.barrier()
+    resumed = train(*flags, "--load", folder)
+    assert list(resumed.losses) == [3, 4]
+    through.check_same(resumed)
 
 
 @SLOW
-def test_with_overlap_and_from_a_model_that_the_script_provides(ranks: Ranks) -> None:
-    """Megatron then makes the layout of whole matrices itself: the same bytes; and so under the older name."""
+@on_ranks(2, timeout=SECONDS)
+def test_with_overlap_and_from_a_model_that_the_script_provides() -> None:
+    """Megatron then makes the layout of whole matrices itself: the same bytes; and so under the older name. Adam updates the output
+    layer, which is quantized too.
+    """
     flags = ("--train-iters", "2", "--untie-embeddings-and-output-weights")
-    built = on(ranks, 2)(with_the_output_layer, False, *flags)
+    recipe = {"*embeddings.weight": "identity", "*_*.weight": NARROW}
+    built = train(*flags, recipe=recipe)
     overlap = ("--overlap-grad-reduce", "--overlap-param-gather", "--optimizer", "dist_muon")
-    provided = on(ranks, 2)(with_the_output_layer, True, *flags, *overlap)
-    for one, other in zip(built, provided, strict=True):
-        assert not one["stale"] and not other["stale"] and len(one["weights"]) == 5  # Adam's output layer among them
-        assert one["losses"] == other["losses"] and same(one["masters"], other["masters"])
+    provided = train(*flags, *overlap, recipe=recipe, provides_model=True)
+    assert len(built.formats) == 5
+    built.check_same(provided)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.gpt import FORMATS, Parallel, partial_save, train
+from tests.megatron.gpt import FORMATS, Parallel, save_with_partial_weights, train
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_megatron
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
+NEEDS_EINOPS = pytest.mark.skipif(not find_spec("einops"), reason="Megatron's pipelines and instances need einops")
+NEEDS_ROUTING = pytest.mark.skipif(not KNOWS_FOUR_BITS, reason="this megatron-core routes with TransformerEngine only")
 PARALLEL = {
     "tensor": (2, Parallel(tensor=2)),
     "tensor and data": (4, Parallel(tensor=2, overlap=True)),
@@ -28,13 +30,9 @@ def parameters() -> Iterator[Any]:
     for name, (_, parallel) in PARALLEL.items():
         marks = [] if name in ("tensor", "experts") else [pytest.mark.slow]
         if parallel.pipeline > 1 or parallel.instances > 1:
-            marks += [
-                pytest.mark.skipif(not find_spec("einops"), reason="Megatron's pipelines and instances need einops")
-            ]
+            marks.append(NEEDS_EINOPS)
         if parallel.experts:
-            marks += [
-                pytest.mark.skipif(not KNOWS_FOUR_BITS, reason="this megatron-core routes with TransformerEngine only")
-            ]
+            marks.append(NEEDS_ROUTING)
         yield pytest.param(name, marks=marks)
 
 
@@ -49,15 +47,11 @@ def said(name: str) -> str:
 @pytest.mark.parametrize("name", list(parameters()))
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str) -> None:
     world, parallel = PARALLEL[name]
-    for losses, stale, ok, plans in ranks(world)(train, parallel):
-        assert not stale and ok
-        assert plans == (2 if parallel.experts else 1)
-        assert not losses or losses[3] < losses[0]
+    ranks(world)(train, parallel, 2 if parallel.experts else 1)
 
 
 @pytest.mark.parametrize("name", list(parameters()))
 def test_a_save_that_one_rank_refuses(ranks: Ranks, name: str) -> None:
-    """It raises on those that share no master with that rank, too, and none waits at a timeout."""
+    """The save raises on ranks that share no master with that rank, too, and none waits at a timeout."""
     world, parallel = PARALLEL[name]
-    for said, seconds in ranks(world)(partial_save, parallel):
-        assert "an all-gather failed partway" in said and seconds < 4, (said, seconds)
+    ranks(world)(save_with_partial_weights, parallel)

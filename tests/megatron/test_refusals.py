@@ -17,7 +17,7 @@ from tests.megatron.checkpoints import save
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT, needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import FORMATS, Case, build, build_attached, build_chunk, build_optimizer
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import validate
 
@@ -179,31 +179,30 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "loaded as it is": (loaded_as_it_is, AS_IT_IS),
 }
 
+SINCE_0_18 = pytest.mark.skipif(
+    not KNOWS_FOUR_BITS,
+    reason="0.16 and 0.17 refuse this without TransformerEngine or emerging_optimizers, or know other arguments",
+)
 BUILT_SINCE_0_18 = ("masters in half precision", "muon", "dist_muon", "lion beside muon", "layer-wise by hand")
-
-
-def say(name: str) -> str:
-    """The message that a case raises."""
-    with host():
-        return error_of(CASES[name][0])
 
 
 pytestmark = needs_megatron
 
 
-@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SINCE_0_18 if name in BUILT_SINCE_0_18 else ()) for name in CASES]
+)
 @pytest.mark.notices(
     "`dist_checkpointing.save` or `load` without `dequantize_`",
     where="Megatron",
     answer="raises on every rank, and names the call",
 )
-def test_refused_in_the_real_host_with_what_to_do(ranks: Ranks, name: str) -> None:
-    if name in BUILT_SINCE_0_18 and not KNOWS_FOUR_BITS:
-        pytest.skip(
-            "0.16 and 0.17 refuse this without TransformerEngine or emerging_optimizers, or know other arguments"
-        )
-    for said in ranks(2)(say, name):
-        assert re.match(CASES[name][1], said), said
+def test_refused_in_the_real_host_with_what_to_do(name: str) -> None:
+    mistake, message = CASES[name]
+    with host():
+        said = error_of(mistake)
+    assert re.match(message, said), said
 
 
 def test_every_setting_is_in_the_table() -> None:

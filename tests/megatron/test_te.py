@@ -1,16 +1,37 @@
 """attach() over models whose weights are TransformerEngine's tensors, by its own Python classes, on the CPU."""
 
-import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+from tests import casts
 from tests.megatron import te, te_attaching
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
-from tests.workers import Ranks
+from tests.megatron.ranks_host import host
+from tests.megatron.training import (
+    ALL_LAYERS,
+    FORMATS,
+    Case,
+    Model,
+    build,
+    build_attached,
+    build_chunk,
+    build_optimizer,
+    configuration,
+    train,
+    wrap,
+)
+from tests.sharded import Weight
+from tests.transformer_engine import hybrids, tensors
+from tests.workers import Ranks, on_ranks
+from zerocast import get_format
+from zerocast.integrations import megatron as integration
 
 PARALLEL = "data, TransformerEngine's tensors"
-SETS = ["te", "tiles"]
 
 pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 
@@ -20,95 +41,133 @@ pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 @pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "te", "tiles"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
-    for losses, wrong in ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS)):
-        assert not wrong and losses[2] < losses[0]
+    ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS))
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
-    """It sets scales and rolls histories, in the third step those of new quantizers; a cast scales by what is there, and raises the
-    amax. One all-reduce for all formats.
-    """
-    assert ranks(world)(te_attaching.steps, "delayed", ALL_LAYERS) == [[(1, {}, True, [])] * 5] * world
+    ranks(world)(te_attaching.train_delayed, "delayed", ALL_LAYERS)
 
 
-@pytest.mark.parametrize("formats", SETS)
+@pytest.mark.parametrize("formats", ["te", "tiles"])
 def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
-    for ok, found, wanted in ranks(2)(te_attaching.every_buffer, formats):
-        assert ok and found == wanted and len(wanted) > 12
+    ranks(2)(te_attaching.flip_every_buffer, formats)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("mxfp8", "a MXFP8Tensor of 1x32 blocks needs both directions gathered, .* inside square_mxfp8()"),
+        ("mxfp8", r"a MXFP8Tensor of 1x32 blocks needs both directions gathered, .* inside square_mxfp8\(\)"),
         ("hybrid", "a HybridQuantizedTensor has codes of two formats"),
     ],
 )
-def test_refused_with_the_reason(ranks: Ranks, kind: str, message: str) -> None:
-    for said in ranks(2)(te_attaching.of_a_kind, kind):
-        assert re.match(f"ValueError: layers.0.weight: {message}", said), said
+def test_refused_with_the_reason(kind: str, message: str) -> None:
+    """Tensors that have no place in a byte buffer are, where they are built, or where they are attached."""
+
+    def parameter(fmt: str, value: torch.Tensor, device: torch.device) -> Any:
+        case = Weight(fmt.partition(":")[0], tuple(value.shape), ((0, value.numel()),), value.dtype)
+        return nn.Parameter(hybrids.hybrid(case, case) if kind == "hybrid" else tensors.tensor(case, str(device)))
+
+    formats = "fp8_current" if kind == "hybrid" else "mxfp8"
+    of_a_kind = mock.patch.object(te, "parameter", parameter)
+    with host(ALL_LAYERS), of_a_kind, pytest.raises(ValueError, match=f"layers.0.weight: {message}"):
+        build_attached(Case(formats, te="0"))
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_tiles_are_one_byte_an_element(ranks: Ranks, world: int, overlap: bool) -> None:
-    """MXFP8 in tiles of 32x32, one set of codes in a byte buffer, wherever scales and copies lie by then."""
-    assert ranks(world)(te_attaching.one_byte_an_element, overlap) == [[]] * world
+    ranks(world)(te_attaching.train_tiles, overlap)
 
 
+@on_ranks(2)
 @pytest.mark.notices(
     "an optimizer over MXFP8Tensors in tiles of 32x32 steps without attach or after detach(), or is built outside",
     where="Megatron",
     answer="raises on every rank, before anything is written",
 )
-def test_tiles_without_an_attachment(ranks: Ranks) -> None:
-    for never, detached, half_built, two_contexts, *changed in ranks(2)(te_attaching.tiles_without_an_attachment):
-        assert "is not attached: Megatron's own copy would write over the codes" in never
-        assert "was detached: nothing casts its masters" in detached
-        assert re.match("RuntimeError: MXFP8Tensors in tiles .* inside the same quantized_params", half_built)
-        assert re.match(r"RuntimeError: a MXFP8Tensor in tiles .* inside the same quantized_params", two_contexts)
-        assert not changed
+def test_tiles_without_an_attachment() -> None:
+    case = Case("tiles", te=ALL_LAYERS)
+    with host(ALL_LAYERS):
+        with integration.quantized_params():
+            run = build(case)
+        run.forward_and_backward(0)
+        before = te.bytes_of(run.weights["layers.0.weight"])[1]
+        with pytest.raises(RuntimeError, match="is not attached: Megatron's own copy would write over the codes"):
+            run.optimizer.step()
+        integration.attach(run.optimizer, run.ddp).detach()
+        with pytest.raises(RuntimeError, match="was detached: nothing casts its masters"):
+            run.optimizer.step()
+        casts.assert_same_bytes(te.bytes_of(run.weights["layers.0.weight"])[1], before)
+        chunks = []
+        inside = "inside the same quantized_params"
+        with pytest.raises(RuntimeError, match=f"MXFP8Tensors in tiles .* {inside}"), integration.quantized_params():
+            chunks.append(build_chunk(case))
+        with pytest.raises(RuntimeError, match=f"a MXFP8Tensor in tiles .* {inside}"), integration.quantized_params():
+            build_optimizer(case, chunks)
 
 
 def test_a_recipe_of_tiles(ranks: Ranks) -> None:
-    """Weights alone have tiles, and other recipes are as they were."""
-    blocks, tiles = ("MXFP8BlockScaling", [False] * 3), ("MXFP8BlockScaling", [False, True, False])
-    assert ranks(1)(te_attaching.recipes_by_megatron) == [[blocks, tiles, ("Float8BlockScaling", [False] * 3), blocks]]
+    ranks(1)(te_attaching.check_recipes)
 
 
-AS_FP8 = "RuntimeError: module.layers.[0-3].weight was attached as fp8_current"
-AS_TILES = "RuntimeError: module.layers.[01].weight was attached as mxfp8:block=32x32 and has a quantizer of mxfp8 now"
+AS_FP8 = "module.layers.[0-3].weight was attached as fp8_current"
+AS_TILES = "module.layers.[01].weight was attached as mxfp8:block=32x32 and has a quantizer of mxfp8 now"
+# By the formats of a model: what TransformerEngine then changes of a weight, and the error.
+CHANGES: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("fp8_current", lambda weight: quantize_by(weight, "fp8_delayed"), AS_FP8),
+    ("nvfp4", lambda weight: setattr(weight._quantizer, "stochastic_rounding", True), "stochastic_rounding is True"),
+    ("nvfp4", lambda weight: setattr(weight, "_rowwise_data", None), "it has no _rowwise_data: dropped"),
+    ("tiles", lambda weight: quantize_by(weight, "mxfp8"), AS_TILES),
+    ("tiles", lambda weight: setattr(weight._quantizer, "with_2d_quantization", False), AS_TILES),
+]
 
 
+def quantize_by(weight: Any, fmt: str) -> None:
+    weight.update_quantizer(tensors.quantizer(get_format(fmt), str(weight.device)))
+
+
+@on_ranks(2)
 @pytest.mark.notices(
     "a forward pass under another recipe gives a tensor of TransformerEngine a quantizer of another format",
     where="Megatron",
     answer="the next step raises, and names both formats",
 )
-@pytest.mark.parametrize(
-    ("formats", "change", "message"),
-    [
-        ("fp8_current", "fp8_delayed", AS_FP8),
-        ("nvfp4", "option", "ValueError: stochastic_rounding is True and False is needed"),
-        ("nvfp4", "codes", "ValueError: it has no _rowwise_data: dropped"),
-        ("tiles", "mxfp8", AS_TILES),
-        ("tiles", "tiles", AS_TILES),
-    ],
-)
-def test_what_has_changed_since_is_refused(ranks: Ranks, formats: str, change: str, message: str) -> None:
-    for said in ranks(2)(te_attaching.changed_afterwards, formats, change):
-        assert re.match(message, said), said
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_what_has_changed_since_is_refused(number: int) -> None:
+    formats, change, message = CHANGES[number]
+    with host(ALL_LAYERS):
+        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
+        run.step(0)
+        change(next(iter(run.te_tensors.values())))
+        run.ddp.start_grad_sync()
+        run.ddp.finish_grad_sync()
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            run.optimizer.step()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_current", "fp8_delayed"])
-def test_several_experts_in_one_tensor_are_refused(ranks: Ranks, fmt: str) -> None:
-    """By name, where it would be wrapped."""
-    for said in ranks(2)(te_attaching.grouped_in_a_model, fmt):
-        assert re.match("ValueError: experts.weight is a GroupedTensor with the codes of several experts", said), said
+def test_several_experts_in_one_tensor_are_refused(fmt: str) -> None:
+    """They are by name, where the model is wrapped."""
+    with host(ALL_LAYERS), integration.quantized_params():
+        model = Model(configuration(), ALL_LAYERS)
+        model.experts = nn.Module()
+        model.experts.weight = nn.Parameter(te_attaching.grouped(fmt))
+        with pytest.raises(ValueError, match=r"experts.weight is a GroupedTensor with the codes of several experts"):
+            wrap(Case(te=ALL_LAYERS), configuration(), model)
 
 
-def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
-    for said in ranks(1)(te_attaching.without_a_seam):
-        assert "has no attribute '_post_param_sync': this megatron-core has an API that" in said
+@on_ranks(1)
+def test_a_host_without_a_seam_is_named() -> None:
+    """A megatron-core whose work after a gather has no name."""
+    with host(ALL_LAYERS):
+        with integration.quantized_params():
+            run = build(Case("nvfp4", te=ALL_LAYERS))
+        kind = type(run.ddp.bucket_groups[0])
+        with mock.patch.object(kind, "_post_param_sync"):
+            del kind._post_param_sync
+            with pytest.raises(RuntimeError, match="no attribute '_post_param_sync': this megatron-core has an API"):
+                integration.attach(run.optimizer, run.ddp)

@@ -155,23 +155,18 @@ def test_the_same_training_as_without_zerocast(gpu_ranks: Ranks, world: int, rec
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
     """NVFP4 and MXFP8 too, which TransformerEngine cannot cast here."""
-    for losses, wrong in gpu_ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS), timeout=SECONDS):
-        assert not wrong and losses[2] < losses[0]
+    gpu_ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [TWO])
 def test_beside_quantized_weights(gpu_ranks: Ranks, world: int) -> None:
     case = Case("te", True, bucket_size=10_000, experts=True, te="023")
-    for losses, wrong in gpu_ranks(world)(train, case, timeout=SECONDS):
-        assert not wrong and losses[2] < losses[0]
+    gpu_ranks(world)(train, case, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [TWO])
 def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: int) -> None:
-    assert (
-        gpu_ranks(world)(te_attaching.steps, "delayed", ALL_LAYERS, timeout=SECONDS)
-        == [[(1, {}, True, [])] * 5] * world
-    )
+    gpu_ranks(world)(te_attaching.train_delayed, "delayed", ALL_LAYERS, timeout=SECONDS)
 
 
 RESUMED = {
@@ -186,46 +181,38 @@ RESUMED = {
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
     kind = "dp_reshardable" if name == "dp_reshardable" else "fully_reshardable"
-    for same, wrong in gpu_ranks(world)(resume, RESUMED[name], kind, timeout=SECONDS):
-        assert all(same.values()), same
-        assert not wrong
+    gpu_ranks(world)(resume, RESUMED[name], kind, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("formats", ["te", "tiles"])
 @pytest.mark.parametrize("world", [TWO])
 def test_every_byte_counts(gpu_ranks: Ranks, world: int, formats: str) -> None:
-    for ok, found, wanted in gpu_ranks(world)(te_attaching.every_buffer, formats, timeout=SECONDS):
-        assert ok and found == wanted
+    gpu_ranks(world)(te_attaching.flip_every_buffer, formats, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_tiles_are_one_byte_an_element(gpu_ranks: Ranks, world: int) -> None:
     """Products of TransformerEngine cannot read them here, so directions are read by its layouts of scales."""
-    assert gpu_ranks(world)(te_attaching.one_byte_an_element, True, timeout=SECONDS) == [[]] * world
+    gpu_ranks(world)(te_attaching.train_tiles, True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE])
 def test_a_recipe_of_tiles(gpu_ranks: Ranks, world: int) -> None:
     """Megatron's own recipe and TransformerEngine's quantizers of it."""
-    ((before, inside, other, after),) = gpu_ranks(world)(te_attaching.recipes_by_megatron, timeout=SECONDS)
-    assert before == after == ("MXFP8BlockScaling", [False] * 3)
-    assert inside == ("MXFP8BlockScaling", [False, True, False]) and other == ("Float8BlockScaling", [False] * 3)
+    gpu_ranks(world)(te_attaching.check_recipes, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE])
 def test_detach_and_partial_tensors(gpu_ranks: Ranks, world: int) -> None:
-    assert gpu_ranks(world)(te_attaching.detached, Case("te", te=ALL_LAYERS), timeout=SECONDS) == [[]]
-    ((synced, *others),) = gpu_ranks(world)(te_attaching.partial, timeout=SECONDS)
-    assert synced == "RuntimeError: no"
-    assert len(others) == 3 and all("an all-gather failed partway" in said for said in others), others
+    gpu_ranks(world)(te_attaching.detach, Case("te", te=ALL_LAYERS), timeout=SECONDS)
+    gpu_ranks(world)(te_attaching.break_a_gather, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.float16, torch.uint8], ids=str)
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_precision_aware_optimizer(gpu_ranks: Ranks, world: int, moments: torch.dtype) -> None:
     """Its FusedAdam with moments of each dtype, FP8 as uint8."""
-    for losses, wrong in gpu_ranks(world)(train, precise(moments, overlap=True), timeout=SECONDS):
-        assert not wrong and losses[2] < losses[0]
+    gpu_ranks(world)(train, precise(moments, overlap=True), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["one optimizer", "one a master"])
@@ -234,6 +221,4 @@ def test_precision_aware_optimizer(gpu_ranks: Ranks, world: int, moments: torch.
 def test_optimizer_cpu_offload(gpu_ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
     """Masters that are updated on the host, the others by its FusedAdam."""
     case = offloaded(fraction=fraction, streams=streams, precise=True, overlap=True, bucket_size=10_000)
-    for losses, wrong, ok, sides in gpu_ranks(world)(offloading.train, case, timeout=SECONDS):
-        assert not wrong and ok and losses[2] < losses[0]
-        assert sides.offloaded == sides.standing == sides.cast_there > 0
+    assert all(gpu_ranks(world)(offloading.train, case, timeout=SECONDS))

@@ -3,9 +3,9 @@
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, Run, build, build_optimizer
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host as megatron_names
@@ -25,27 +25,13 @@ from zerocast.integrations.megatron.unattached import refuse
 
 INSIDE, ANOTHER, OUTSIDE = "inside quantized_params()", "inside another quantized_params()", "outside"
 NEVER, ATTACHED, DETACHED = "never attached", "attached", "detached"
-COMBINATIONS = list(
-    itertools.product((INSIDE, OUTSIDE), (INSIDE, OUTSIDE), (INSIDE, ANOTHER, OUTSIDE), (NEVER, ATTACHED, DETACHED))
-)
-
-
-@dataclass
-class Outcome:
-    """The first error, if any; what has changed from before the call that raised it; stale bytes in the end."""
-
-    error: str = ""
-    changed: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
+NOT_ATTACHED = "is not attached: Megatron's own copy would write over the codes of its quantized weights. Call attach("
+WAS_DETACHED = "was detached: nothing casts its masters, and Megatron's own copy would write over the codes"
 
 
 def _bytes(model: Any) -> casts.Bytes:
     held = {name: param for name, param in model.named_parameters() if isinstance(param, QuantizedWeight)}
     return {f"{n}.{key}": value.copy() for n, weight in held.items() for key, value in casts.bytes_of(weight).items()}
-
-
-def _different(before: casts.Bytes, after: casts.Bytes) -> tuple[str, ...]:
-    return tuple(name for name in before.keys() | after.keys() if not (before.get(name) == after.get(name)).all())
 
 
 class _Blocks(contextlib.ExitStack):
@@ -61,24 +47,31 @@ class _Blocks(contextlib.ExitStack):
         self.place = INSIDE if place == ANOTHER else place
 
 
-def combination(model: str, ddp: str, optimizer: str, state: str, case: Case) -> Outcome:
-    """A model quantized, wrapped, and given an optimizer at these places; then two steps in this state."""
+def check_combination(model: str, ddp: str, optimizer: str, state: str, case: Case) -> None:
+    """A model is quantized, wrapped, and given an optimizer at these places; then it takes two steps in this state."""
     torch.manual_seed(7)
     config = training.configuration()
     module: Any = training.Model(config)
+    quantized: casts.Bytes = {}
+    built: list[Run] = []
+
+    def build_all() -> None:
+        blocks.go(model)
+        zerocast.quantize_(module, zerocast.Recipe(FORMATS[case.formats]))
+        quantized.update(_bytes(module))
+        blocks.go(ddp)
+        wrapped = training.wrap(case, config, module)
+        blocks.go(optimizer)
+        built.append(Run(wrapped, build_optimizer(case, [wrapped]), case))
+
     with _Blocks() as blocks:
-        before: casts.Bytes = {}
-        try:
-            blocks.go(model)
-            zerocast.quantize_(module, zerocast.Recipe(FORMATS[case.formats]))
-            before = _bytes(module)
-            blocks.go(ddp)
-            wrapped = training.wrap(case, config, module)
-            blocks.go(optimizer)
-            run = Run(wrapped, build_optimizer(case, [wrapped]), case)
-        except (RuntimeError, ValueError) as error:
-            return Outcome(f"{type(error).__name__}: {error}", _different(before, _bytes(module)))
-    attachment = None if state == NEVER else integration.attach(run.optimizer, wrapped)
+        refusal = error_of(build_all)
+    if ddp != INSIDE or optimizer != INSIDE:
+        assert "quantized_params()" in refusal
+        casts.assert_same_bytes(_bytes(module), quantized)
+        return
+    (run,) = built
+    attachment = None if state == NEVER else integration.attach(run.optimizer, run.ddp)
     if attachment is not None:
         run.step(0)
     if attachment is not None and state == DETACHED:
@@ -86,15 +79,13 @@ def combination(model: str, ddp: str, optimizer: str, state: str, case: Case) ->
     run.forward_and_backward(1)
     before = _bytes(module)
     error = error_of(run.optimizer.step)
-    changed = _different(before, _bytes(module)) if error else ()
+    expected = {NEVER: NOT_ATTACHED, DETACHED: WAS_DETACHED, ATTACHED: ""}[state]
+    assert expected in error and bool(expected) == bool(error)
+    if error:
+        casts.assert_same_bytes(_bytes(module), before)
     if case.overlap:
         run.force_sync()
-    return Outcome(error, changed, tuple(run.stale_bytes()))
-
-
-def combinations(formats: str, overlap: bool) -> dict[tuple[str, ...], Outcome]:
-    with host():
-        return {key: combination(*key, Case(formats, overlap)) for key in COMBINATIONS}
+    assert not run.stale_bytes()
 
 
 def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
@@ -122,33 +113,6 @@ def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def every_call(case: Case, detached: bool, folder: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """What each such call says, and what of masters, moments and bytes it has changed."""
-    with host():
-        attached = Attached(case)
-        attached.run.step(0)
-        state = attached.saved()
-        if not detached:
-            with integration.quantized_params():
-                run = build(case)
-            attached = Attached.__new__(Attached)
-            attached.run, attached.own = run, run.optimizer.chained_optimizers
-        else:
-            attached.attachment.detach()
-        run = attached.run
-        run.forward_and_backward(1)
-        found, before = {}, attached.everything()
-        for name, call in _calls(run, state, folder).items():
-            error, after = error_of(call), attached.everything()
-            found[name] = error, tuple(n for n in before.keys() | after.keys() if not _same(before, after, n))
-        assert not run.stale_bytes()
-        return found
-
-
-def _same(before: casts.Bytes, after: casts.Bytes, name: str) -> bool:
-    return name in before and name in after and bool((before[name] == after[name]).all())
-
-
 @on_ranks(2)
 def test_what_is_torn_stays_torn_when_it_is_detached() -> None:
     """After a step that failed partway, when it is attached again as well; until a load."""
@@ -162,10 +126,8 @@ def test_what_is_torn_stays_torn_when_it_is_detached() -> None:
         def dies() -> None:
             raise torch.OutOfMemoryError("injected")
 
-        inner, own.optimizer.step = own.optimizer.step, dies
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with mock.patch.object(own.optimizer, "step", dies), contextlib.suppress(torch.OutOfMemoryError):
             attached.run.optimizer.step()
-        own.optimizer.step = inner
         weight = next(iter(attached.run.weights.values()))
         attached.attachment.detach()
         calls = (attached.run.optimizer.step, attached.run.optimizer.state_dict, own.state_dict, weight.dequantize)
@@ -180,27 +142,11 @@ def test_what_is_torn_stays_torn_when_it_is_detached() -> None:
         assert not attached.run.stale_bytes()
 
 
-def one_of_two(formats: str) -> tuple[str, str]:
-    """Just one of two optimizers of a chain is attached: what that says, and a step of the chain."""
-    with host():
-        with integration.quantized_params():
-            run = build(Case(formats, experts=True))
-        dense, _ = run.optimizer.chained_optimizers
-        error = error_of(lambda: integration.attach(dense, run.ddp))
-        run.forward_and_backward(0)
-        before = _bytes(run.ddp)
-        step = error_of(run.optimizer.step)
-        assert not step or not _different(before, _bytes(run.ddp))
-        assert not run.stale_bytes(), run.stale_bytes()
-        return error, step
-
-
 pytestmark = needs_megatron
-NOT_ATTACHED = "is not attached: Megatron's own copy would write over the codes of its quantized weights. Call attach("
-WAS_DETACHED = "was detached: nothing casts its masters, and Megatron's own copy would write over the codes"
 SLOW = pytest.mark.slow
 
 
+@on_ranks(2, timeout=300.0)
 @pytest.mark.notices(
     "an optimizer that was built in quantized_params() steps without attach",
     where="Megatron",
@@ -216,19 +162,16 @@ SLOW = pytest.mark.slow
 )
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", [*(pytest.param(f, marks=SLOW) for f in ALL if f != MIXED), MIXED])
-def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, overlap: bool) -> None:
-    for outcomes in ranks(2)(combinations, formats, overlap, timeout=300.0):
-        assert set(outcomes) == set(COMBINATIONS)
-        for key, outcome in outcomes.items():
-            _, ddp, optimizer, state = key
-            assert not outcome.changed and not outcome.stale, (key, outcome)
-            if ddp != INSIDE or optimizer != INSIDE:
-                assert "quantized_params()" in outcome.error, (key, outcome)
-            else:
-                expected = {NEVER: NOT_ATTACHED, DETACHED: WAS_DETACHED, ATTACHED: ""}[state]
-                assert expected in outcome.error and bool(expected) == bool(outcome.error), (key, outcome)
+def test_right_bytes_or_an_error_before_any_changes(formats: str, overlap: bool) -> None:
+    """A model, its wrapper and its optimizer are built at every combination of places."""
+    inside_or_out = (INSIDE, OUTSIDE)
+    states = (NEVER, ATTACHED, DETACHED)
+    with host():
+        for places in itertools.product(inside_or_out, inside_or_out, (INSIDE, ANOTHER, OUTSIDE), states):
+            check_combination(*places, Case(formats, overlap))
 
 
+@on_ranks(2)
 @pytest.mark.notices(
     "a checkpoint is loaded into an optimizer that is not attached",
     where="Megatron",
@@ -236,11 +179,26 @@ def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, 
 )
 @pytest.mark.parametrize("detached", [False, True], ids=["never attached", "detached"])
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=SLOW)], ids=["one", "two"])
-def test_whatever_writes_raises_first(ranks: Ranks, tmp_path: Path, experts: bool, detached: bool) -> None:
-    for found in ranks(2)(every_call, Case(MIXED, experts=experts), detached, str(tmp_path)):
-        for name, (error, changed) in found.items():
-            assert (WAS_DETACHED if detached else NOT_ATTACHED) in error, (name, error)
-            assert not changed, (name, changed)
+def test_whatever_writes_raises_first(tmp_path: Path, experts: bool, detached: bool) -> None:
+    case = Case(MIXED, experts=experts)
+    with host():
+        attached = Attached(case)
+        attached.run.step(0)
+        state = attached.saved()
+        if detached:
+            attached.attachment.detach()
+        else:
+            with integration.quantized_params():
+                attached.run = build(case)
+            attached.own = attached.run.optimizer.chained_optimizers
+        attached.run.forward_and_backward(1)
+        before = attached.everything()
+        for name, call in _calls(attached.run, state, str(tmp_path)).items():
+            assert (WAS_DETACHED if detached else NOT_ATTACHED) in error_of(call), name
+            after = attached.everything()
+            assert after.keys() == before.keys(), name
+            casts.assert_same_bytes(after, before, name)
+        assert not attached.run.stale_bytes()
 
 
 def test_every_method_of_the_host_that_writes_is_refused() -> None:
@@ -267,7 +225,20 @@ def test_every_method_of_the_host_that_writes_is_refused() -> None:
                 assert name in vars(one), f"{cls.__name__}.{name} copies masters and goes on"
 
 
-def test_one_of_two_optimizers(ranks: Ranks) -> None:
-    for attached, step in ranks(2)(one_of_two, MIXED):
-        assert "no optimizer that was given owns the quantized weights" in attached and NOT_ATTACHED in step
-    assert ranks(2)(one_of_two, "half") == [("", "")] * 2
+@on_ranks(2)
+@pytest.mark.parametrize(("formats", "second_is_quantized"), [(MIXED, True), ("half", False)])
+def test_one_of_two_optimizers_is_attached(formats: str, second_is_quantized: bool) -> None:
+    with host():
+        with integration.quantized_params():
+            run = build(Case(formats, experts=True))
+        said = error_of(lambda: integration.attach(run.optimizer.chained_optimizers[0], run.ddp))
+        run.forward_and_backward(0)
+        before = _bytes(run.ddp)
+        if second_is_quantized:
+            assert "no optimizer that was given owns the quantized weights" in said
+            assert NOT_ATTACHED in error_of(run.optimizer.step)
+            casts.assert_same_bytes(_bytes(run.ddp), before)
+        else:
+            assert not said
+            run.optimizer.step()
+        assert not run.stale_bytes()

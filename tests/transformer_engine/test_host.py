@@ -38,9 +38,7 @@ def test_a_name_that_is_missing() -> None:
         sys.modules.update(host)
         importlib.import_module(PACKAGE)
         adapters, names_of_host = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("adapters", "host"))
-        with pytest.raises(
-            ImportError, match=r"looked for transformer_engine.pytorch.tensor.utils of TransformerEngine"
-        ):
+        with pytest.raises(ImportError, match=r"looked for transformer_engine.pytorch.tensor.utils of"):
             importlib.import_module(PACKAGE).redirect().__enter__()
         assert adapters.table() == {} and adapters.hybrid() is None  # classes that this host has not
         said = "utils' has no attribute 'is_non_tn_fp8_gemm_supported': this TransformerEngine has an API that"

@@ -71,11 +71,7 @@ REFUSED = {
         r"_rowwise_scale_inv is torch.uint8 \(64, 16\) .* torch.uint8 \(128, 8\) is needed",
     ),
     "strided codes": ("fp8_current", strided, r"with strides \(1, 64\), contiguous"),
-    "subclass": (
-        "fp8_current",
-        subclassed,
-        "its quantizer is a MyQuantizer; known: Float8BlockQuantizer, Float8Current",
-    ),
+    "subclass": ("fp8_current", subclassed, "its quantizer is a MyQuantizer; known: Float8BlockQuantizer, Float8"),
     "another shape of the host": (
         "fp8_current",
         lambda weight: delattr(weight._quantizer, "amax_epsilon"),
