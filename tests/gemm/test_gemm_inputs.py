@@ -233,6 +233,14 @@ def test_nvfp4_bytes_are_those_of_the_model(seed: int) -> None:
     assert factor.item() == np.float32(expected["amax"].reshape(-1).view(np.float32)[0] * np.float32(1 / 2688))
 
 
+def test_nvfp4_blocks_are_rows() -> None:
+    x = torch.ones(16, 32).bfloat16()
+    x[5, 16:] = 6.0
+    _, scales, _ = inputs.nvfp4(x)
+    assert scales[5, 1] > scales[5, 0] == scales[4, 1]
+    assert scales.shape == (128, 4) and not scales[16:].any()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_group_that_is_not_finite_is_no_number(quantizers: Any, bad: float) -> None:
     x = torch.randn(4, 256)

@@ -161,10 +161,13 @@ def _after_setup(then: Callable[[Any, Any], object]) -> None:
 
 
 def _after_building() -> None:
+    setup = loop.setup_model_and_optimizer
     try:
         _after_setup(lambda model, optimizer: integration.install(RECIPE))
     finally:
         integration.uninstall()
+        # What was there when it was installed has ended.
+        loop.setup_model_and_optimizer = setup
 
 
 def _attached_by_hand() -> None:

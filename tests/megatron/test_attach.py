@@ -45,23 +45,23 @@ def _own(run: Run) -> Any:
 @pytest.mark.notices(
     "two owners of the same weights: an attachment and a ZeroAdamW or a plan", where="Megatron", answer="raises"
 )
+@host()
 def test_weights_have_one_owner() -> None:
-    with host():
-        run = _built(Case())
-        attached = _attach(run)
-        owned = "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over"
-        with pytest.raises(ValueError, match=owned):
-            ZeroAdamW(run.ddp.named_parameters())
-        attached.detach()
-        weights = [p for p in run.ddp.parameters() if isinstance(p, QuantizedWeight)]
-        masters = [nn.Parameter(torch.zeros(w.numel())) for w in weights]
-        plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
-        optimizer = torch.optim.SGD(masters)
-        handle = plan.attach(optimizer)  # what detach has freed
-        with pytest.raises(ValueError, match="a CastPlan that is attached to SGD writes weights of this CastPlan"):
-            _attach(run)
-        handle.remove()
+    run = _built(Case())
+    attached = _attach(run)
+    owned = "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over"
+    with pytest.raises(RuntimeError, match=owned):
+        ZeroAdamW(run.ddp.named_parameters())
+    attached.detach()
+    weights = [p for p in run.ddp.parameters() if isinstance(p, QuantizedWeight)]
+    masters = [nn.Parameter(torch.zeros(w.numel())) for w in weights]
+    plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
+    optimizer = torch.optim.SGD(masters)
+    handle = plan.attach(optimizer)  # what detach has freed
+    with pytest.raises(ValueError, match="a CastPlan that is attached to SGD writes weights of this CastPlan"):
         _attach(run)
+    handle.remove()
+    _attach(run)
 
 
 class Experts(MegatronModule):
@@ -103,41 +103,41 @@ def test_masters_of_a_finetuning_run(ranks: Ranks, case: Case, with_state: bool)
 
 
 @on_ranks(2)
+@host()
 def test_an_attachment_that_fails_half_way_leaves_nothing() -> None:
     """The plan of the second optimizer fails, or what replaces methods does."""
-    with host():
-        run = _built(Case(MIXED, experts=True))
-        owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
-        before = [methods_of(owner) for owner in owners]
-        plans = [cast_host.CastPlan([], [], []), ValueError("no")]
-        for failing, error in (
-            (mock.patch.object(cast_host, "CastPlan", side_effect=plans), "ValueError: rank 0: no"),
-            (mock.patch.object(checkpoint, "refusing_quantized", side_effect=ValueError("no")), "ValueError: no"),
-        ):
-            with failing:
-                assert error_of(lambda: _attach(run)) == error
-            assert [methods_of(owner) for owner in owners] == before
+    run = _built(Case(MIXED, experts=True))
+    owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
+    before = [methods_of(owner) for owner in owners]
+    plans = [cast_host.CastPlan([], [], []), ValueError("no")]
+    for failing, error in (
+        (mock.patch.object(cast_host, "CastPlan", side_effect=plans), "ValueError: rank 0: no"),
+        (mock.patch.object(checkpoint, "refusing_quantized", side_effect=ValueError("no")), "ValueError: no"),
+    ):
+        with failing:
+            assert error_of(lambda: _attach(run)) == error
+        assert [methods_of(owner) for owner in owners] == before
 
 
 @on_ranks(2)
+@host()
 def test_a_forced_sync_leaves_nothing_stale() -> None:
     """With overlap, between the step and the next forward pass."""
-    with host():
-        run = _built(Case(MIXED, overlap=True))
-        _attach(run)
-        run.step(0)
-        copied = [w.state for w in run.weights.values() if w.format.columnwise is Columnwise.TRANSPOSE]
-        assert copied and not any(state.columnwise_is_fresh() for state in copied)
-        run.force_sync()
-        assert not run.stale_bytes()
-        run.step(1)
-        for group in run.ddp.bucket_groups:
-            group.start_param_sync()  # in flight
-        read = {name: weight.rowwise_data.clone() for name, weight in run.weights.items()}
-        assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
-        run.force_sync()
-        assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
-        assert not run.stale_bytes()
+    run = _built(Case(MIXED, overlap=True))
+    _attach(run)
+    run.step(0)
+    copied = [w.state for w in run.weights.values() if w.format.columnwise is Columnwise.TRANSPOSE]
+    assert copied and not any(state.columnwise_is_fresh() for state in copied)
+    run.force_sync()
+    assert not run.stale_bytes()
+    run.step(1)
+    for group in run.ddp.bucket_groups:
+        group.start_param_sync()  # in flight
+    read = {name: weight.rowwise_data.clone() for name, weight in run.weights.items()}
+    assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
+    run.force_sync()
+    assert all(torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items())
+    assert not run.stale_bytes()
 
 
 pytestmark = needs_megatron

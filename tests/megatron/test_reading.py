@@ -79,22 +79,22 @@ def _slowed(method: Callable[..., None]) -> Callable[..., None]:
 
 
 @on_ranks(2)
+@host()
 def test_a_gather_in_flight_is_none_of_the_next_cast() -> None:
     """A gather that begins before a cast brings old bytes, or a mixture of both, so the bytes of
     the cast must be gathered again.
     """
-    with host():
-        attached = Attached(Case(MIXED, overlap=True))
-        attached.run.step(0)
-        for group in attached.run.ddp.bucket_groups:
-            group.start_param_sync()
-        for inner in distributed_optimizers(attached.run.optimizer):
-            for share in shares(inner):
-                for _, master, _, _ in share.masters():
-                    master.data.mul_(2.0)
-            inner._copy_main_params_to_model_params()
-        is_right = zerocast.verify(attached.attachment).ok
-        assert is_right and attached.run.stale_bytes() == {}
+    attached = Attached(Case(MIXED, overlap=True))
+    attached.run.step(0)
+    for group in attached.run.ddp.bucket_groups:
+        group.start_param_sync()
+    for inner in distributed_optimizers(attached.run.optimizer):
+        for share in shares(inner):
+            for _, master, _, _ in share.masters():
+                master.data.mul_(2.0)
+        inner._copy_main_params_to_model_params()
+    is_right = zerocast.verify(attached.attachment).ok
+    assert is_right and attached.run.stale_bytes() == {}
 
 
 pytestmark = needs_megatron

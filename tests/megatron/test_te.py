@@ -161,13 +161,13 @@ def test_several_experts_in_one_tensor_are_refused(fmt: str) -> None:
 
 
 @on_ranks(1)
+@host(ALL_LAYERS)
 def test_a_host_without_a_seam_is_named() -> None:
     """A megatron-core whose work after a gather has no name."""
-    with host(ALL_LAYERS):
-        with integration.quantized_params():
-            run = build(Case("nvfp4", te=ALL_LAYERS))
-        kind = type(run.ddp.bucket_groups[0])
-        with mock.patch.object(kind, "_post_param_sync"):
-            del kind._post_param_sync
-            with pytest.raises(RuntimeError, match="no attribute '_post_param_sync': this megatron-core has an API"):
-                integration.attach(run.optimizer, run.ddp)
+    with integration.quantized_params():
+        run = build(Case("nvfp4", te=ALL_LAYERS))
+    kind = type(run.ddp.bucket_groups[0])
+    with mock.patch.object(kind, "_post_param_sync"):
+        del kind._post_param_sync
+        with pytest.raises(RuntimeError, match="no attribute '_post_param_sync': this megatron-core has an API"):
+            integration.attach(run.optimizer, run.ddp)

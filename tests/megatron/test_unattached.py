@@ -114,32 +114,32 @@ def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
 
 
 @on_ranks(2)
+@host()
 def test_what_is_torn_stays_torn_when_it_is_detached() -> None:
     """After a step that failed partway, when it is attached again as well; until a load."""
-    with host():
-        attached = Attached(Case(NARROW))
-        attached.run.step(0)
-        state = attached.saved()
-        attached.run.forward_and_backward(1)
-        own = attached.own[0]
+    attached = Attached(Case(NARROW))
+    attached.run.step(0)
+    state = attached.saved()
+    attached.run.forward_and_backward(1)
+    own = attached.own[0]
 
-        def dies() -> None:
-            raise torch.OutOfMemoryError("injected")
+    def dies() -> None:
+        raise torch.OutOfMemoryError("injected")
 
-        with mock.patch.object(own.optimizer, "step", dies), contextlib.suppress(torch.OutOfMemoryError):
-            attached.run.optimizer.step()
-        weight = next(iter(attached.run.weights.values()))
-        attached.attachment.detach()
-        calls = (attached.run.optimizer.step, attached.run.optimizer.state_dict, own.state_dict, weight.dequantize)
-        assert all("an optimizer step failed partway" in error_of(call) for call in calls)
-        attached.attachment = integration.attach(attached.run.optimizer, attached.run.ddp)
-        for call in (*calls, attached.attachment.refresh):
-            said = error_of(call)
-            assert "an optimizer step failed partway" in said
-            assert "load a checkpoint" in said
-        attached.load(state)
-        attached.run.step(1)
-        assert not attached.run.stale_bytes()
+    with mock.patch.object(own.optimizer, "step", dies), contextlib.suppress(torch.OutOfMemoryError):
+        attached.run.optimizer.step()
+    weight = next(iter(attached.run.weights.values()))
+    attached.attachment.detach()
+    calls = (attached.run.optimizer.step, attached.run.optimizer.state_dict, own.state_dict, weight.dequantize)
+    assert all("an optimizer step failed partway" in error_of(call) for call in calls)
+    attached.attachment = integration.attach(attached.run.optimizer, attached.run.ddp)
+    for call in (*calls, attached.attachment.refresh):
+        said = error_of(call)
+        assert "an optimizer step failed partway" in said
+        assert "load a checkpoint" in said
+    attached.load(state)
+    attached.run.step(1)
+    assert not attached.run.stale_bytes()
 
 
 pytestmark = needs_megatron
@@ -227,18 +227,18 @@ def test_every_method_of_the_host_that_writes_is_refused() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("formats", "second_is_quantized"), [(MIXED, True), ("half", False)])
+@host()
 def test_one_of_two_optimizers_is_attached(formats: str, second_is_quantized: bool) -> None:
-    with host():
-        with integration.quantized_params():
-            run = build(Case(formats, experts=True))
-        said = error_of(lambda: integration.attach(run.optimizer.chained_optimizers[0], run.ddp))
-        run.forward_and_backward(0)
-        before = _bytes(run.ddp)
-        if second_is_quantized:
-            assert "no optimizer that was given owns the quantized weights" in said
-            assert NOT_ATTACHED in error_of(run.optimizer.step)
-            casts.assert_same_bytes(_bytes(run.ddp), before)
-        else:
-            assert not said
-            run.optimizer.step()
-        assert not run.stale_bytes()
+    with integration.quantized_params():
+        run = build(Case(formats, experts=True))
+    said = error_of(lambda: integration.attach(run.optimizer.chained_optimizers[0], run.ddp))
+    run.forward_and_backward(0)
+    before = _bytes(run.ddp)
+    if second_is_quantized:
+        assert "no optimizer that was given owns the quantized weights" in said
+        assert NOT_ATTACHED in error_of(run.optimizer.step)
+        casts.assert_same_bytes(_bytes(run.ddp), before)
+    else:
+        assert not said
+        run.optimizer.step()
+    assert not run.stale_bytes()
