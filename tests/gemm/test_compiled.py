@@ -90,7 +90,7 @@ class Graphs:
         return boxed
 
     def counts(self, of: str) -> Counter[str]:
-        """How often each operator is in one of the graphs."""
+        """Count each operator in one of the graphs."""
         nodes = getattr(self, of).graph.nodes
         return Counter(str(node.target) for node in nodes if node.op == "call_function")
 
@@ -278,7 +278,7 @@ def test_changed_sources_are_another_digest(tmp_path: Path, changed: str) -> Non
 
 @pytest.mark.slow
 def test_a_graph_of_other_sources_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's cache on disk, which a fresh process would find."""
+    """A fresh process would find torch's cache on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, model = torch.randn(16, 32).to(BF16).requires_grad_(), nn.Linear(32, 32, bias=False).bfloat16()
     zerocast.quantize_(model, zerocast.Recipe({"weight": "fp8_current"}))

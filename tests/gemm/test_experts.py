@@ -196,7 +196,7 @@ def test_compiled_products(fmt: str, function: Callable[..., Tensor], way: str, 
 
 
 def test_experts_are_made_with_the_other_weights_of_a_gather(device: str) -> None:
-    """By one launch, all experts of both layers."""
+    """One launch makes all experts of both layers."""
     weights = [experts(EXACT, device, on_demand=True) for _ in range(2)]
     operands = GatheredOperands.by_format([weight.state for weight in weights])
     x, offs = inputs(K, device), ends(device)
@@ -262,10 +262,10 @@ def test_a_layer_says_what_it_takes(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnAGpu:
-    """What only the kernel itself can show."""
+    """Tests of what only the kernel itself can show."""
 
     def test_the_product_by_the_kernel_against_fp64(self) -> None:
-        """With many experts of uneven numbers of rows, in the shapes of a model."""
+        """Many experts have uneven numbers of rows, in the shapes of a model."""
         weight: Any = nn.Parameter(casts.cast_whole(EXACT, torch.randn(16, 512, 256), BF16).cuda())
         offs = torch.randint(0, 300, (16,)).cumsum(0).to(torch.int32).cuda()
         last = int(offs[-1])

@@ -47,7 +47,7 @@ def preferred(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def has_power_of_2_scales(fmt: FormatSpec) -> bool:
-    """Whether the scales of inputs are powers of two, as those of the weight's blocks are."""
+    """Return whether the scales of inputs are powers of two, as those of the weight's blocks are."""
     return fmt.power_of_2_scale or fmt.scale_group is not None
 
 

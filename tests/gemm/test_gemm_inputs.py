@@ -118,8 +118,8 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
     "shape", [(1, 128), (56, 256), (128, 128), pytest.param((200, 384), marks=pytest.mark.long_interpreted)]
 )
 def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], power_of_2: bool, seed: int) -> None:
-    """Those of a matrix and of its transpose, or of a weight with 128x128 blocks, both padded with zeros; strides are those
-    that a graph is told.
+    """Both have the bytes of a matrix and of its transpose, or of a weight with 128x128 blocks, padded with zeros. Strides are
+    those that a graph is told.
     """
     rows, padded = shape[0], -(-shape[0] // 16) * 16
     fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
@@ -224,7 +224,7 @@ def test_mxfp8_bytes_are_those_of_the_model(seed: int) -> None:
 
 
 def test_nvfp4_bytes_are_those_of_the_model(seed: int) -> None:
-    """Where the 16 rows of a tile are alike, its 16x16 blocks are 1x16 blocks."""
+    """The 16 rows of each tile are alike, so its 16x16 blocks are 1x16 blocks."""
     x = drawn("normal", (4, 96), torch.bfloat16, seed).repeat_interleave(16, 0)
     data, scales, factor = inputs.nvfp4(x)
     expected = settings("nvfp4").of(x.float().numpy())

@@ -87,7 +87,7 @@ def test_it_is_dropped_with_its_input_and_by_a_backward_pass(quantized: list[Ten
 
 @pytest.mark.parametrize(("weight_gradients", "scales"), [("fp8", (4, 2)), ("fp8_groups", (256, 2))])
 def test_the_input_of_a_blocked_weight_gradient(weight_gradients: str, scales: tuple[int, int]) -> None:
-    """In blocks of 128x128, their scales padded to a multiple of 4, or in groups of 128 tokens; tokens are padded to 16."""
+    """It has blocks of 128x128, whose scales are padded to a multiple of 4, or groups of 128 tokens; tokens are padded to 16."""
     fmt, x = get_format("fp8_block"), torch.randn(200, 256).to(BF16)
     (codes, scale_inv), of_gradient = operands.of_input("block_128", x, fmt, weight_gradients)
     assert codes.shape == (208, 256) and scale_inv.shape == (208, 2)

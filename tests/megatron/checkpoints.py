@@ -89,7 +89,7 @@ def check_loaded(case: Case, folder: str, kind: str, written: State, rounding: f
 
 
 def _steps(run: Run) -> set[float]:
-    """Those that were taken, which torch's Adam counts by parameter, and a fused one by group."""
+    """Return the numbers of steps, which torch's Adam counts by parameter, and a fused one by group."""
     inner = [one.optimizer for one in run.optimizer.chained_optimizers]
     states = [state for one in inner for state in one.state.values() if "step" in state]
     return {float(held["step"]) for held in states or [group for one in inner for group in one.param_groups]}

@@ -162,7 +162,7 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
 
 
 def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
-    """By matrix, what an update by Muon reads of its master: of a model without quantized weights, and of one with them."""
+    """Return by matrix what an update by Muon reads of its master, without quantized weights, and with them."""
     with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
         found = []
         for fmt in ("identity", parallel.formats):

@@ -76,7 +76,7 @@ def host(case: Case) -> Iterator[None]:
 
 
 def build(case: Case, biases: bool = False) -> Run:
-    """Inside `host` and `quantized_params`. Experts have `biases` to be refused."""
+    """Build a run inside `host` and `quantized_params`. Experts have `biases` to be refused."""
     chunk = build_chunk(case, biases=biases)
     return Run(chunk, build_optimizer(case, [chunk]), case)
 

@@ -51,8 +51,8 @@ def _copies(run: Run) -> list[Tensor]:
 
 
 def count_offloaded(run: Run, attached: Any) -> int:
-    """How many masters the host says that it has offloaded. As many tensors stand for one in host memory, and are read there by a
-    plan or a rounded parameter.
+    """Count the masters that the host says that it has offloaded. As many tensors stand for one in host memory, and a plan or a
+    rounded parameter reads as many there.
     """
     copies = _copies(run)
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]

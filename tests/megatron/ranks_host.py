@@ -66,7 +66,7 @@ def fused_adam_in_the_host() -> Iterator[None]:
 
 
 def device() -> torch.device:
-    """Where tensors of this rank lie."""
+    """Return the device of the tensors of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 

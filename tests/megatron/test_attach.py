@@ -122,7 +122,7 @@ def test_an_attachment_that_fails_half_way_leaves_nothing() -> None:
 @on_ranks(2)
 @host()
 def test_a_forced_sync_leaves_nothing_stale() -> None:
-    """With overlap, between the step and the next forward pass."""
+    """With overlap it comes between the step and the next forward pass."""
     run = _built(Case(MIXED, overlap=True))
     _attach(run)
     run.step(0)

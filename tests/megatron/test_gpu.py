@@ -58,7 +58,7 @@ def test_one_rank(gpu_ranks: Ranks, world: int, name: str) -> None:
 @pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_muon(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
-    """By emerging_optimizers where it is installed, else by torch's."""
+    """Muon is that of emerging_optimizers where it is installed, else torch's."""
     gpu_ranks(world)(muon.train, Case(formats, overlap, experts=True), timeout=SECONDS)
 
 

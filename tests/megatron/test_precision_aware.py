@@ -26,7 +26,7 @@ KINDS = ["dp_reshardable", "fully_reshardable"]
 
 
 def case(dtype: torch.dtype, formats: str = MIXED, **more: Any) -> Case:
-    """With moments of a dtype."""
+    """A case with moments of a dtype."""
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     return Case(formats, fused_adam=True, options={"use_precision_aware_optimizer": True, **moments}, **more)
 

@@ -116,7 +116,7 @@ def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
 @on_ranks(2)
 @host()
 def test_what_is_torn_stays_torn_when_it_is_detached() -> None:
-    """After a step that failed partway, when it is attached again as well; until a load."""
+    """A step failed partway: that lasts when it is attached again as well, until a load."""
     attached = Attached(Case(NARROW))
     attached.run.step(0)
     state = attached.saved()

@@ -184,7 +184,7 @@ class Run:
         return self.gathered(lambda one, master: _unscaled(one.optimizer, master, key))
 
     def gathered(self, of: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
-        """By parameter, whole, what is `of` an optimizer and the master of a shard."""
+        """Return by parameter, whole, what is `of` an optimizer and the master of a shard."""
         names = {id(param): name for name, param in self.ddp.module.named_parameters()}
         everyone: list[Any] = []
         for one in distributed_optimizers(self.optimizer):
@@ -217,7 +217,7 @@ class Run:
         return {name: scale for name, scale in scales.items() if name}
 
     def stale_bytes(self, scales: Mapping[str, float] | None = None) -> dict[str, int]:
-        """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does.
+        """Count by weight and buffer the live bytes that differ from the unsharded cast of the masters, where any does.
 
         `scales` are what delayed scaling cast with, by default what it says.
         """

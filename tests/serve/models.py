@@ -70,7 +70,7 @@ def dequantized(model: nn.Module) -> nn.Module:
 
 
 def read(folder: Path) -> nn.Module:
-    """By transformers alone. Nothing may be missing, left over or of another shape."""
+    """Read a folder by transformers alone. Nothing may be missing, left over or of another shape."""
     model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(said.values()), said
     return model.eval()

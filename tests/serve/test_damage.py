@@ -232,7 +232,7 @@ def test_a_refit_that_is_read_on_after_another_began() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1000, 2**20 + 3, 2**21 + 8])
 def test_a_digest_is_that_of_any_pieces(count: int) -> None:
-    """Also of more than one chunk, in which places go on, and of parts of tensors that end anywhere."""
+    """Places go on from one chunk to the next, and parts of tensors end anywhere."""
     buffer = torch.randint(256, (count,), dtype=torch.uint8)
     pieces = list(buffer.split([count // 3, 0, count - count // 3]))
     assert digest_of_span(pieces, Span(0, count)) == digest(buffer)

@@ -200,7 +200,7 @@ def test_ranks_hold_the_bytes_of_the_run(naming: str, fmt: str, size: int) -> No
 
 
 def over_nccl(naming: str, fmt: str) -> list[int]:
-    """On the ranks of a trainer those of an engine, which compare bytes by NCCL and agree by gloo, as vLLM's do."""
+    """The ranks of a trainer are those of an engine, which compare bytes by NCCL and agree by gloo, as vLLM's do."""
     device = torch.device("cuda", torch.cuda.current_device())
     trainer = Trainer(fmt, naming, device)
     rank = Rank(Group.of(dist.new_group(backend="gloo")), device, Group.of(dist.group.WORLD))
@@ -223,7 +223,7 @@ def test_ranks_on_gpus(gpu_ranks: Any, naming: str, fmt: str) -> None:
 
 @pytest.mark.parametrize("where", ["load", "written"])
 def test_an_application_that_breaks_off(where: str) -> None:
-    """On one rank; then none serves until a full refit."""
+    """One rank breaks off; then none serves until a full refit."""
     trainer = Trainer()
     first, delta, later, full = trainer.full(), trainer.delta(), trainer.delta(), trainer.full()
     wanted = trainer.weights()
@@ -413,7 +413,7 @@ def rows(first: int, count: int, columns: int) -> Strided:
 def test_every_element_of_an_engine_is_filled_once(
     taken: list[tuple[int, int]], padding: list[tuple[int, int]], refusal: str
 ) -> None:
-    """Not only as many elements as it has. Padding, which the engine fills with zeros itself, is told by its place as well."""
+    """A count of elements is not enough. Padding, which the engine fills with zeros itself, is told by its place as well."""
     columns = 128
     value = torch.arange(256 * columns, dtype=torch.float32).bfloat16().view(256, columns)
     layer = nn.Linear(columns, sum(count for _, count in taken), bias=False, dtype=torch.bfloat16)
@@ -583,7 +583,7 @@ def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_refuses_all_goes_on(tmp_path: Path) -> None:
-    """With its old weights, and not paused, though the refusal came last."""
+    """The engine has its old weights and is not paused, though the refusal came last."""
     trainer, engine, sender = connected(tmp_path)
     sender.refit()
     before = trainer.weights()
@@ -643,7 +643,7 @@ def test_a_refit_that_another_trainer_left_open(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
-    """Which read the messages to their end all the same, since these are collective."""
+    """The others read the messages to their end all the same, since these are collective."""
     trainer = Trainer()
 
     def run(group: Simulated) -> str:

@@ -154,7 +154,7 @@ def test_shards_of_fsdp2(ranks: Ranks, tmp_path: Path, world: int, naming: str, 
 
 @on_ranks(2)
 def test_whole_weights_of_zero_adamw(tmp_path: Path) -> None:
-    """After a step, the ranks export together, and rank 0 alone."""
+    """The ranks export together after a step, and rank 0 alone."""
     model = whole()
     optimizer = ZeroAdamW(model.named_parameters(), lr=0.1)
     for parameter in model.parameters():

@@ -31,7 +31,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def hand_over(messages: Iterable[Message]) -> None:
-    """On rank 0: the headers of a refit with the handles of its tensors, each until the other process has copied them."""
+    """Send from rank 0 the headers of a refit with the handles of its tensors, each until the other process has copied them."""
     for message in messages:
         torch.cuda.synchronize()
         broadcast((dict(message.header), [reduce_tensor(t) if t.numel() else None for t in message.tensors]))
@@ -39,7 +39,7 @@ def hand_over(messages: Iterable[Message]) -> None:
 
 
 def take(receiver: Receiver, device: torch.device) -> None:
-    """On rank 1: open the tensors where they lie, and copy what is applied."""
+    """Open the tensors on rank 1 where they are, and copy what is applied."""
     kind = ""
     while kind != "end":
         header, handles = broadcast()

@@ -169,7 +169,7 @@ def cut(name: str, value: Tensor, rank: int, ranks: int, heads: int) -> Tensor:
     ],
 )
 def test_refits(fmt: str, naming: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
-    """In full into weights that were never loaded, then by changes, at the same addresses."""
+    """Refits come in full into weights that were never loaded, then by changes, at the same addresses."""
     run = Run(fmt, tmp_path, "llama, four heads" if ranks == 2 else "llama", naming)
     with running(run.folder, tmp_path, ranks, stand_in) as engine:
         addresses = engine.ask("addresses")

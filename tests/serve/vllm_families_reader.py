@@ -36,7 +36,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 class Unused:
-    """In the place of each kernel of quantized products, of which vLLM has none on a CPU. It is chosen and never called."""
+    """A kernel of quantized products, of which vLLM has none on a CPU. It is chosen and never called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

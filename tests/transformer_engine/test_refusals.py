@@ -91,7 +91,7 @@ SET_LATER = ("4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x1
     answer="raises, names the weight, no byte changed",
 )
 def test_refused_with_the_reason(name: str, calls: int) -> None:
-    """In the first call, or after some that were right, of the same list and masters."""
+    """The first call raises, or one after some that were right, of the same list and masters."""
     fmt, change, reason = REFUSED[name]
     here = Casting(weights_of("fp8_current", fmt))
     masters, starts = here.masters()

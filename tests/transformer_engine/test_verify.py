@@ -156,7 +156,7 @@ def test_padding_of_copies_is_ignored() -> None:
 
 @pytest.mark.usefixtures("te")
 def test_a_copy_of_codes_that_serve_both_directions() -> None:
-    """Where something has made one, it is read by columns: verify compares it, and the next call puts the codes in its place."""
+    """Something has made one, which is read by columns: verify compares it, and the next call puts the codes in its place."""
     run = Run(weights_of(TILES))
     (weight,) = run.tensors
     weight._columnwise_data = weight._columnwise_data.clone()
