@@ -167,6 +167,23 @@ def test_amaxes_come_from_the_step(keep_codes: bool) -> None:
     stepped(keep_codes)
 
 
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@on_ranks(2)
+def test_a_parameter_moves_to_another_group(moment_dtype: Any) -> None:
+    """It has that group's learning rate from the next step on."""
+    model = models.sharded(Net(("nvfp4",), WIDTH, HIDDEN))
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
+    first, second = optimizer.param_groups[0], {**optimizer.param_groups[0], "params": [], "param_names": [], "lr": 0.0}
+    optimizer.param_groups.append(second)
+    fused_step(model, optimizer, 0)
+    for key in ("params", "param_names"):
+        second[key].append(first[key].pop())
+    (moved,) = second["params"]
+    before = moved.full_tensor()
+    fused_step(model, optimizer, 1)
+    assert torch.equal(moved.full_tensor(), before)
+
+
 MISFITS = {
     "masters are float32, a parameter is torch.bfloat16": torch.zeros(2, dtype=torch.bfloat16),
     "are on one device": torch.zeros(2, device="meta"),

@@ -515,8 +515,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 check_shapes(f"parameter {index}", moments, parameter)
 
     def _bind(self) -> None:
-        """Make the tables again if any of their tensors was replaced, or if different parameters
-        have gradients now.
+        """Make the tables again if any of their tensors was replaced, if different parameters have
+        gradients now, or if a parameter is in another group.
         """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
@@ -532,7 +532,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
-        if self._memory.has_moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
+        if self._memory.has_moved() or self._places(indexed) != self._bound or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
             self._bound = []
             for parameter, _ in locals_:
@@ -544,14 +544,17 @@ class FusedAdamW(torch.optim.Optimizer):
                     )
             self._rows(indexed)
             self._build(locals_, groups)
-            self._cast_groups, self._bound = groups, self._places(locals_)
+            self._cast_groups, self._bound = groups, self._places(indexed)
             self._memory = StorageSnapshot([tensor for adam in self.passes() for tensor in adam.written()])
 
-    def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
-        """List the objects that the tables depend on: parameters, their addresses, the tensors of
-        their state, and the dtypes of gradients.
+    def _places(self, indexed: list[tuple[int, Any]]) -> list[list[Any]]:
+        """List the objects that the tables depend on: parameters with the index of their group,
+        their addresses, the tensors of their state, and the dtypes of gradients.
         """
-        return [[id(p), t.data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
+        return [
+            [index, id(p), getattr(p, "_local_tensor", p).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())]
+            for index, p in indexed
+        ]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
