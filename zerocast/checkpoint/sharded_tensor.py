@@ -24,8 +24,8 @@ class TensorShard(Tensor):
     """One rank's elements of a tensor that is sharded over ranks.
 
     Implements the protocol of torch.distributed._checkpointable. The tensor itself is a placeholder
-    without memory that has the shape and dtype of the full tensor. Computing with it or copying it
-    raises TypeError.
+    without memory that has the shape and dtype of the full tensor. Computing with it raises
+    TypeError.
 
     Attributes:
         flat: the elements of this rank, one-dimensional.
@@ -85,6 +85,10 @@ class TensorShard(Tensor):
         if name in _ASKED or name in _STAGED or name == "__get__" or name.startswith("is_"):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise TypeError(f"{name} of a TensorShard: its elements are on several ranks; this rank's are in `flat`")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorShard":
+        """Return a shard with its own elements, which a step does not change."""
+        return TensorShard.from_flat(self.flat.clone(), self.span, self.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise TypeError: one rank's shard is not a checkpoint."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import FormatSpec
@@ -128,12 +128,17 @@ class MasterParameter(_WrapsPlain):
         return f"MasterParameter({self.plain!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Raise RuntimeError: the copy would share the quantized bytes of the original, or silently
-        have none.
+        """Return a plain copy of a tensor of a state dict.
+
+        Raises RuntimeError for a parameter of a model: the copy would share the quantized bytes of
+        the original, or silently have none.
         """
+        if not isinstance(self, nn.Parameter):
+            return self.plain.clone()
         raise RuntimeError(
             "a parameter prepared for FSDP2 is not copied: copy the model before zerocast.fsdp2.prepare and prepare the "
-            "copy as well, or keep its state_dict; an average of the weights needs no copied model (docs/quickstart/ema.md)"
+            "copy as well, or keep a copy of its state_dict; an average of the weights needs no copied model "
+            "(docs/quickstart/ema.md)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -271,7 +271,7 @@ class ZeroState:
         if span.numel and kept.data_ptr() == owned["master"].data_ptr():
             raise ValueError(
                 f"the state is that of step {int(step)}, but its tensors are views of the current masters and moments, of step "
-                f"{int(self._step_of(slot))}, so nothing would be restored: keep a state with Checkpoints, or a copy of it"
+                f"{int(self._step_of(slot))}, so nothing would be restored: keep a state with Checkpoints, or a copy.deepcopy of it"
             )
 
     def _steps(self, state: Mapping[str, Any]) -> dict[int, dict[str, float]]:
