@@ -236,12 +236,68 @@ def test_a_change_of_what_is_left_gathered(name: str, writers: tuple[int, ...]) 
     assert fresh is not None
     assert all(output is None or torch.equal(output, fresh) for output in outputs[1:])
     models.check(model, name)
-    assert ("after the forward pass that left it gathered" in said[0]) == (dist.get_rank() in writers)
+    assert ("was changed after it was gathered" in said[0]) == (dist.get_rank() in writers)
     assert said[1] == said[2]
     if writers == (1,):
         assert "was changed on ranks [1] of its shard group and not on ranks" in said[1]
     else:
         assert said[1] == "nothing"
+
+
+def in_flight(model: Any) -> Callable[[], object]:
+    """A gather of the first block has begun."""
+    handle: Any = model.blocks[0].unshard(async_op=True)
+    return handle.wait  # type: ignore[no-any-return]
+
+
+def by_hand(model: Any) -> Callable[[], object]:
+    """The first block is gathered."""
+    model.blocks[0].unshard()
+    return lambda: None
+
+
+def broken_off(model: Any) -> Callable[[], object]:
+    """The first block was gathered by a pass that broke off, which has begun to gather the second."""
+    model.set_modules_to_forward_prefetch(list(model.blocks))
+    with test_loops.breaking(model.blocks[0][0]):
+        models.forward(model)
+    return lambda: None
+
+
+def evaluated(model: Any) -> Callable[[], object]:
+    """All blocks are left gathered."""
+    models.forward(model)
+    return lambda: None
+
+
+@pytest.mark.notices(
+    "a master, or a plain parameter that is gathered with quantized weights, is written on all ranks while it is gathered, or "
+    "while its gather is on its way",
+    where="FSDP2",
+    answer="the next forward pass of the model gathers again; of a module in it, a quantized weight raises",
+)
+@pytest.mark.parametrize("only_plain", [False, True])
+@pytest.mark.parametrize("gathered", [in_flight, by_hand, broken_off, evaluated])
+@on_ranks(2)
+def test_what_is_written_while_it_is_gathered(
+    gathered: Callable[[Any], Callable[[], object]], only_plain: bool
+) -> None:
+    model = models.sharded(models.Net(REFRESHED, 64, 96), reshard_after_forward=False)
+    models.forward(model)
+    zerocast.fsdp2.refresh(model)
+    wait = gathered(model)
+    with torch.no_grad():
+        for parameter in models.held(model):
+            if not (only_plain and parameter.dim() > 1):
+                parameter.mul_(3.0)
+    wait()
+    if not only_plain:
+        assert "was changed after it was gathered" in passed(model.blocks[0])[0]
+    said, output = passed(model)
+    zerocast.fsdp2.refresh(model)
+    _, fresh = passed(model)
+    assert said == "nothing"
+    assert torch.equal(output, fresh)
 
 
 class Rooted(test_loops.Rooted):

@@ -178,4 +178,4 @@ def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFi
             gather_status._report_unread()
             gather_status._report_unread()
     (record,) = caplog.records
-    assert "process ended: b: the master was changed on ranks [1] of its shard group" in record.getMessage()
+    assert "process ended: b: the master, or a plain parameter" in record.getMessage()

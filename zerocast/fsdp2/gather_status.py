@@ -166,7 +166,8 @@ class GatherStatus:
         clean = comparison.ranks(ShardStatus.CLEAN, ShardStatus.NOT_FINITE)
         if written and clean:
             raise InvalidWeights(
-                f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean}",
+                f"{name}: the master, or a plain parameter that is gathered with it, was changed on ranks {written} of its shard "
+                f"group and not on ranks {clean}",
                 "since the last cast",
                 "change it on all, or call zerocast.fsdp2.refresh(model) on all after changing some",
             )

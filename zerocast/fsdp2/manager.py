@@ -299,8 +299,8 @@ class CastManager:
         self.plan.status.check_finite()
 
     def exchange_status(self) -> None:
-        """Gather the groups again that the last forward pass left gathered, if masters were written
-        since. Called before a forward pass of the prepared model.
+        """Gather the groups again that are gathered already, if masters or their plain parameters
+        were written since. Called before a forward pass of the prepared model.
 
         All ranks have left the same groups gathered. Raises RuntimeError on all of them if masters
         of only some were written to; on a GPU a later call raises it.
@@ -308,18 +308,19 @@ class CastManager:
         plan = self.plan
         plan.check_sharded()
         plan.param_groups.before_forward(plan.model)
-        left_gathered = plan.param_groups.left_gathered()
+        left_gathered = plan.param_groups.left_gathered(plan.model)
         if not left_gathered:
             return
         if plan.has_moved():
             for weight in self.weights:
                 weight.mark_written()
+        for group in left_gathered:
+            group.mark_plain_writes()
         is_written = plan.exchange_statuses()
         for weight in self.weights:
             weight.mark_readable()
         if is_written:
-            for group in left_gathered:
-                group.gather_again()
+            plan.param_groups.gather_again(left_gathered)
 
     # -- verification
 

@@ -3,7 +3,7 @@ ParamGroups: all of FSDP2's parameter groups in a prepared model, and which of t
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class ParamGroup:
         names: the names of its prepared weights, in the order of its gather. A weight's `index` is
             its index.
         received: the number of gathers that have arrived.
+        plain_versions: the version counters of its plain parameters when the last gather was sent.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
         metadata: the gathered bytes other than codes. None before the first gather, and after a
@@ -51,9 +52,12 @@ class ParamGroup:
         self._group: Callable[[], Any] = weakref.ref(group)
         self._covers_group = torch_fsdp.take_over_group(group, self, [param for _, param in members])
         self._status = status
+        prepared = [param for _, param in members]
+        self._plain = [weakref.ref(param) for param in group.fsdp_params if param not in prepared]
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
         self.received = 0
+        self.plain_versions: list[int] = []
         self.sent = -1
         self._last_index = len(members) - 1
         for index, (weight, param) in enumerate(members):
@@ -84,6 +88,10 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         """True while its weights are gathered."""
         return bool(self._group().is_unsharded)
+
+    def is_any_of(self, groups: Sequence[Any]) -> bool:
+        """Return whether it is one of these FSDPParamGroups."""
+        return self._group() in groups
 
     @property
     def replicas(self) -> Group:
@@ -125,6 +133,7 @@ class ParamGroup:
         `cast`. Codes that are not kept are cast for this gather.
         """
         self._write_headers(cast)
+        self.plain_versions = self._count_plain_writes()
         codes = self.cast_codes() if self.cast_codes is not None else [()] * len(self._kept)
         self._outgoing = [[*own, *kept] for own, kept in zip(codes, self._kept, strict=True)]
         if self._outgoing[0][0].device != device:
@@ -148,6 +157,23 @@ class ParamGroup:
         outputs = [[next(buffers) for _ in parts] for parts in self._outgoing]
         torch_fsdp.free([memory])
         torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
+
+    def _count_plain_writes(self) -> list[int]:
+        """Return the version counters of the parameters that are gathered beside the weights.
+
+        Autograd counts writes to the parameter and writes to its local tensor apart.
+        """
+        parameters = [param.sharded_param for reference in self._plain if (param := reference()) is not None]
+        tensors = [tensor for parameter in parameters for tensor in (parameter, parameter._local_tensor)]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def mark_plain_writes(self) -> None:
+        """If plain parameters were written since the last gather was sent, report the weights as
+        written, so that all is gathered again.
+        """
+        if self._count_plain_writes() != self.plain_versions:
+            for weight in self.weights:
+                weight.mark_written()
 
     def pop_outgoing(self, index: int) -> list[Tensor]:
         """Return the tensors that the current gather sends of the weight at `index`, or of all as
@@ -200,6 +226,13 @@ class ParamGroup:
         self.end_round()
         self.received += 1
         gathered_together([weight.validity for weight in weights])
+        # A backward pass within which optimizers step reads the weights of its forward pass.
+        if not weights[0].manager.plan.param_groups.step_goes_on:
+            plain_written = self._count_plain_writes() != self.plain_versions
+            for weight, sent in zip(weights, self._statuses, strict=True):
+                # Something was written while these bytes were on their way.
+                if plain_written or (weight.is_written and sent is ShardStatus.CLEAN):
+                    weight.refuse_reads()
         for weight in weights:
             shown = None if weight.presentation is AS_QUANTIZED_WEIGHT else weight.shown
             if shown is not None and weight.unsharded is not None:
@@ -272,9 +305,9 @@ class ParamGroups:
         self.prepared: list[ParamGroup] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # The groups that the last forward pass left gathered, each with the number of its gathers
+        # The groups that the last forward pass left gathered, with the number of their gathers
         # until then.
-        self._left: list[tuple[ParamGroup, int]] = []
+        self._left: dict[ParamGroup, int] = {}
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.
         self._stepped_in: int | None = None
@@ -295,13 +328,24 @@ class ParamGroups:
 
     def note_left_gathered(self) -> None:
         """Remember the groups that are gathered. Called at the end of a forward pass."""
-        self._left = [(group, group.received) for group in self.prepared if group.is_unsharded]
+        self._left = {group: group.received for group in self.prepared if group.is_unsharded}
 
-    def left_gathered(self) -> list[ParamGroup]:
-        """Return the groups that the last forward pass left gathered, and that no pass has freed or
-        gathered again since. They are the same on all ranks.
+    def left_gathered(self, model: nn.Module) -> list[ParamGroup]:
+        """Return the groups that were gathered before this forward pass of `model`, whose own
+        weights FSDP2 has gathered by now. They are the same on all ranks.
         """
-        return [group for group, received in self._left if group.is_unsharded and group.received == received]
+        of_model = list(torch_fsdp.groups_at(model))
+        return [
+            group
+            for group in self.prepared
+            if group.is_unsharded and (not group.is_any_of(of_model) or self._left.get(group) == group.received)
+        ]
+
+    def gather_again(self, groups: Iterable[ParamGroup]) -> None:
+        """Gather these groups again, and drop gathers that a pass that failed has begun."""
+        torch_fsdp.discard_gathers(self._fsdp_groups)
+        for group in groups:
+            group.gather_again()
 
     def free(self) -> None:
         """Free all groups that are gathered, so that the next forward pass gathers them again."""

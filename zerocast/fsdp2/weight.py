@@ -334,7 +334,11 @@ class FSDPWeight:
         if not self.is_written:
             self.is_written = True
             self.manager.plan.record_written(self)
-            self.validity.before_read = self._refuse
+            self.refuse_reads()
+
+    def refuse_reads(self) -> None:
+        """Let reads of the gathered bytes raise, which are older than the master."""
+        self.validity.before_read = self._refuse
 
     def mark_readable(self) -> None:
         """Allow reads of a weight that is left gathered: all ranks know of the writes to it."""
@@ -342,8 +346,8 @@ class FSDPWeight:
 
     def _refuse(self, weight: Any) -> None:
         raise RuntimeError(
-            f"{self.name}: its master was changed after the forward pass that left it gathered: call the prepared model, not a "
-            "module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
+            f"{self.name}: its master, or a plain parameter that is gathered with it, was changed after it was gathered: call the "
+            "prepared model, not a module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
         )
 
     # -- gathered
