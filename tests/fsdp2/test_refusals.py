@@ -113,6 +113,20 @@ def replaced(place: int) -> None:
     model(models.batch(1, 64))
 
 
+def tied_later() -> None:
+    model = Net(("nvfp4",) * 2, 64, 96)
+    prepare(model, Recipe(model.recipe))
+    model.blocks[1][1].weight = model.blocks[0][1].weight
+    fully_shard(model, mesh=models.mesh())
+    model(models.batch(0, 64))
+
+
+def reduced_over_replicas() -> None:
+    mesh = models.mesh((2, 2), ("replicate", "shard"))
+    model = models.sharded(Net(("nvfp4",), 64, 96), mesh=mesh, prepared={"weight_mesh": mesh["replicate"]})
+    model(models.batch(0, 64))
+
+
 def unequal_recipes() -> None:
     fmt = ("nvfp4", "fp8_current")[torch.distributed.get_rank() % 2]
     models.sharded(Net((fmt,), 64, 96))(models.batch(0, 64))
@@ -134,6 +148,12 @@ ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
     "not sharded": (not_sharded, "no FSDP module inside the prepared model manages it"),
     "the first master replaced": (partial(replaced, 0), "blocks.0.1.weight: something replaced the prepared parameter"),
     "another master replaced": (partial(replaced, 1), "blocks.0.3.weight: something replaced the prepared parameter"),
+    "tied after prepare": (tied_later, "blocks.1.1.weight is prepared, and another parameter is in its place"),
+    "amaxes of other ranks": (reduced_over_replicas, "FSDP2 shards the weight over ranks [0, 1], and weight_mesh has"),
+    "a mesh of two dimensions": (
+        lambda: prepare(linear(), NVFP4, weight_mesh=models.mesh((2, 2), ("replicate", "shard"))),
+        "weight_mesh has one dimension, got 2",
+    ),
     "unequal recipes": (unequal_recipes, "on rank 0 and"),
 }
 

@@ -150,6 +150,7 @@ def test_the_first_forward_pass_raises(world: int, how: str) -> None:
             continue
         assert "is prepared, and" in said
         assert "call fully_shard on the model" in said
+        assert ("another parameter is in its place" in said) == (how in ("in FSDP1", "functional"))
         assert "takes the place of DistributedDataParallel" in said
 
 
@@ -209,19 +210,24 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.AdamW, zerocast.fsdp2.FusedAdamW)
 
 
 @pytest.mark.notices(
-    "an optimizer steps that was built before fully_shard or load_state_dict(assign=True)",
+    "an optimizer steps that was built before prepare, fully_shard or load_state_dict(assign=True)",
     where="FSDP2",
     answer="raises at its first step after a backward pass: another parameter has the gradient",
 )
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("built_before", ["prepare", "fully_shard", "load_state_dict(assign=True)"])
 @on_ranks(2)
-def test_an_optimizer_of_other_parameters(early: bool) -> None:
+def test_an_optimizer_of_other_parameters(built_before: str) -> None:
     model = Net(("fp8_current", "nvfp4"), 64, 96)
+
+    def optimizers_if(moment: str) -> list[torch.optim.Optimizer]:
+        return [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS] if moment == built_before else []
+
+    optimizers = optimizers_if("prepare")
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
-    optimizers = [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS] if early else []
+    optimizers += optimizers_if("fully_shard")
     models.sharded(model, prepare=False)
-    if not early:
-        optimizers = [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS]
+    if not optimizers:
+        optimizers = optimizers_if("load_state_dict(assign=True)")
         models.train(model, optimizers[0], range(1), 64)
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     model(models.batch(1, 64)).sum().backward()

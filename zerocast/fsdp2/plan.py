@@ -25,7 +25,7 @@ from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.master_memory import MasterAddresses
 from zerocast.fsdp2.param_groups import ParamGroup, ParamGroups, prepared_params
-from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, living, shard_statuses
+from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, REPLACED, FSDPWeight, living, shard_statuses
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
 
@@ -40,6 +40,7 @@ class ShardPlan(Plan):
         keep_codes: True if codes are kept from one cast to the next; None decides by their size.
 
     Attributes:
+        names: the first name of each prepared weight, keyed by all of its names.
         generation: the number of casts so far. The same on all ranks, or gathers raise.
             `Validity.casts` of a weight counts its gathers instead.
         validity: the validity of all masters together. It knows of steps and loads that failed
@@ -60,6 +61,7 @@ class ShardPlan(Plan):
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
         self._model, self.weight_mesh, self.keep_codes = weakref.ref(model), weight_mesh, keep_codes
         self._weights: list[weakref.ref[FSDPWeight]] = []
+        self.names: dict[str, str] = {}
         self.validity = Validity(LOAD, advice=ADVICE)
         self.status = GatherStatus(self.validity)
         self.param_groups = ParamGroups()
@@ -361,6 +363,13 @@ class ShardPlan(Plan):
         """
         self.param_groups.find(self.model, set(self.weights), self.status)
         managed = {name for group in self.param_groups.prepared for name in group.names}
+        # Names that are no longer there, in a wrapper or of a removed module, say nothing.
+        named = self.model.named_parameters(remove_duplicate=False)
+        present = {name: getattr(getattr(p, "_local_tensor", p), "weight", None) for name, p in named}
+        for name, first in self.names.items():
+            weight = present.get(name)
+            if name in present and (weight is None or (first not in managed and weight.name != first)):
+                raise RuntimeError(f"{name} is prepared, and another parameter is in its place now: {REPLACED}")
         missing = sorted(weight.name for weight in self.weights if weight.name not in managed)
         if missing:
             raise RuntimeError(

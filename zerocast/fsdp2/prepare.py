@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocast import torch_names
 from zerocast.formats import FormatSpec
@@ -65,6 +66,8 @@ from zerocast.weight.validity import Use
 _Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
 _optimizer_hooks: list[RemovableHandle] = []
+# The parameters that `prepare` has replaced. An optimizer that was built before still holds them.
+_replaced = WeakTensorKeyDictionary()
 # The managers of the prepared modules in a module, found once. Cleared by each `prepare`.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
@@ -155,6 +158,8 @@ def prepare(
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
+    if weight_mesh is not None and weight_mesh.ndim != 1:
+        raise ValueError(f"weight_mesh has one dimension, got {weight_mesh.ndim}: flatten it")
     recipe = served_recipe(recipe, serve, model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
@@ -176,6 +181,7 @@ def prepare(
         weight.fp8_weight_gradients = recipe.fast
         manager.plan.add(weight)
         prepared[parameter] = weight
+    manager.plan.names = {name: chosen[p].name for name, p in weights.items() if p in chosen}
     _replace(model, prepared)
     for of_parameter in chosen.values():
         for module, own_name in of_parameter.seen_as:
@@ -346,6 +352,7 @@ def _present(
 def _replace(model: nn.Module, prepared: Mapping[Tensor, FSDPWeight]) -> None:
     """Replace parameters by wrapped ones in all modules, and again after a load replaced them."""
     new = {parameter: _wrap(parameter, weight) for parameter, weight in prepared.items()}
+    _replaced.update(prepared)
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         weights = {name: prepared[parameter] for name, parameter in parameters if parameter in prepared}
@@ -475,7 +482,8 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Raise RuntimeError if the optimizer must not step: a failed load left its state partly
     written; it lists a prepared weight twice; or its parameters are not the model's current ones
-    (it was built before `fully_shard`, or a load replaced them), so it never sees the gradients.
+    (it was built before `prepare` or `fully_shard`, or a load replaced them), so it never sees the
+    gradients.
     """
     if torch.compiler.is_compiling():
         return
@@ -499,9 +507,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         if parameter.grad is not None:
             continue
         local = getattr(parameter, "_local_tensor", parameter)
-        if isinstance(local, MasterParameter) and local.weight.was_replaced_with_grad(parameter):
+        weight = local.weight if isinstance(local, MasterParameter) else _replaced.get(parameter)
+        if weight is not None and weight.was_replaced_with_grad(parameter):
             raise RuntimeError(
-                f"{local.weight.name} has a gradient, but this {type(optimizer).__name__} holds an outdated parameter for it: "
+                f"{weight.name} has a gradient, but this {type(optimizer).__name__} holds an outdated parameter for it: "
                 "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)"
             )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,6 +38,10 @@ LOAD = (
 NOT_SHARDED = (
     "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
     "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
+)
+REPLACED = (
+    "call prepare after whatever replaces parameters (parallelize_module, a tie, a parametrization), and after it call fully_shard "
+    "on the model or on modules in it (it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
 )
 
 
@@ -243,6 +248,8 @@ class FSDPWeight:
             self._check_dtypes()
             if self.local.is_meta:
                 raise ValueError("the weight is on the meta device: call to_empty first")
+            if weight_mesh is not None:
+                self._check_mesh(weight_mesh)
             self.check_format(self.format, weight_mesh)
         except (TypeError, ValueError, RuntimeError) as error:
             return type(error)(f"{self.name}: {error}")
@@ -253,6 +260,16 @@ class FSDPWeight:
             raise TypeError(f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy")
         if self.nominal not in NOMINAL_DTYPES:
             raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
+
+    def _check_mesh(self, weight_mesh: DeviceMesh) -> None:
+        """Raise ValueError if the ranks of `weight_mesh` are not all that hold the weight."""
+        sharding = dist.get_process_group_ranks(self.shard_mesh.get_group())
+        reducing = dist.get_process_group_ranks(weight_mesh.get_group())
+        if not {*sharding} <= {*reducing}:
+            raise ValueError(
+                f"FSDP2 shards the weight over ranks {sharding}, and weight_mesh has ranks {reducing}: pass prepare(..., "
+                "weight_mesh=) the flattened mesh of all ranks that shard the weight, those of FSDP2 too"
+            )
 
     def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         """Raise ValueError unless this weight can be gathered in a format."""
