@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,23 @@ def test_an_optimizer_that_is_built_again() -> None:
     backward(model)  # before there is a new one
     optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
     steps(model, optimizer)
+
+
+@pytest.mark.notices(
+    "an optimizer is built again, and gradients were reduced that no step of the earlier one has used",
+    where="ZeroAdamW",
+    answer="warns: they are dropped",
+)
+@pytest.mark.parametrize("used_up", [False, True])
+def test_gradients_of_an_optimizer_that_is_replaced(caplog: pytest.LogCaptureFixture, used_up: bool) -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    backward(model)
+    if used_up:
+        optimizer.zero_grad()
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    assert ("the gradients that no step of it has used are dropped" in caplog.text) != used_up
 
 
 def test_a_model_that_is_moved() -> None:

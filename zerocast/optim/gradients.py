@@ -165,6 +165,8 @@ class GradientReducer:
         ranks would wait for buckets that others have not started.
         """
         if self._place.keys() & other._place.keys():
+            if self._has_unused and not self._taken_over:
+                self._idle.warn_taken_over()
             self._taken_over = True
             _remove(self._hooks)
             self.gradients.detach()
@@ -244,12 +246,16 @@ class GradientReducer:
     def check_used_up(self, use: Use) -> None:
         """Raise RuntimeError if there are gradients that no step has used, or within `no_sync`."""
         self._check_open()
-        is_kept = any(part.local is not None for part in self.gradients.parts)
-        if is_kept or self._rounds or self._needed or not self.synchronise:
+        if self._has_unused or not self.synchronise:
             raise RuntimeError(
                 f"{use.value} during gradient accumulation, whose backward passes would then differ: call it after step() or "
                 "zero_grad() of the optimizer, and before the next backward pass"
             )
+
+    @property
+    def _has_unused(self) -> bool:
+        """True if there are gradients that no step has used."""
+        return bool(self._rounds or self._needed) or any(part.local is not None for part in self.gradients.parts)
 
     def land(self) -> None:
         """Wait for the reductions in flight."""

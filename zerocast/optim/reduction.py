@@ -234,6 +234,14 @@ class IdleParameters:
                 self._owner,
             )
 
+    def warn_taken_over(self) -> None:
+        """Warn that a new optimizer replaces one whose gradients no step has used."""
+        logger.warning(
+            "a new optimizer over the same parameters replaces %s, and the gradients that no step of it has used are dropped: call "
+            "its step() or zero_grad() before another one is built",
+            self._owner,
+        )
+
     def warn_frozen(self, name: str) -> None:
         """Warn that a parameter without a gradient in a reduced backward pass is frozen."""
         if not self._warned_of_frozen:
