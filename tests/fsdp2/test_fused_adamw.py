@@ -184,6 +184,24 @@ def test_a_parameter_moves_to_another_group(moment_dtype: Any) -> None:
     assert torch.equal(moved.full_tensor(), before)
 
 
+@on_ranks(2)
+def test_a_step_count_is_written() -> None:
+    """Of one parameter, among others with the same count, in place or by another tensor."""
+    masters = []
+    for in_place in (True, False):
+        model = models.sharded(Net(("nvfp4",), WIDTH, HIDDEN))
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        fused_step(model, optimizer, 0)
+        moments = optimizer.state[optimizer.param_groups[0]["params"][2]]
+        if in_place:
+            moments["step"].zero_()
+        else:
+            moments["step"] = torch.zeros(())
+        fused_step(model, optimizer, 1)
+        masters.append([parameter.full_tensor() for parameter in models.held(model)])
+    assert all(map(torch.equal, *masters))
+
+
 MISFITS = {
     "masters are float32, a parameter is torch.bfloat16": torch.zeros(2, dtype=torch.bfloat16),
     "are on one device": torch.zeros(2, device="meta"),

@@ -7,6 +7,7 @@ of one can be loaded into the other.
 """
 
 import contextlib
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ PLAIN = get_format("fp8_current"), torch.float32
 WITHIN_BACKWARD = (
     "a captured step runs within a backward pass: call it after the pass, or call step() from hooks of gradients"
 )
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 # The dtypes that gradients may have. Gradients of one launch have the same dtype.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
@@ -158,6 +160,10 @@ class FusedAdamW(torch.optim.Optimizer):
         self.state = self._moments_on_demand({})
         # The memory that the tables were made for: addresses of masters and moments.
         self._bound: list[list[int]] = []
+        # The step counts of all parameters in the tables, and their version counters after the last
+        # step. One of them is read for many parameters, so a write to another one would be missed.
+        self._steps: list[Tensor] = []
+        self._step_versions: list[int] = []
         self._memory = StorageSnapshot(())
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
@@ -382,6 +388,7 @@ class FusedAdamW(torch.optim.Optimizer):
         passes.
         """
         torch._foreach_add_(self._steps, 1)
+        self._step_versions = list(map(_version, self._steps))
         clocks = torch.stack(self._clocks)
         of_step = self._hyperparameters.scalars(clocks), clocks.long(), self._clip
         if self._eight_bit is not None:
@@ -516,7 +523,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _bind(self) -> None:
         """Make the tables again if any of their tensors was replaced, if different parameters have
-        gradients now, or if a parameter is in another group.
+        gradients now, if a parameter is in another group, or if a step count was written.
         """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
@@ -532,7 +539,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
-        if self._memory.has_moved() or self._places(indexed) != self._bound or groups != self._cast_groups:
+        was_changed = self._places(indexed) != self._bound or list(map(_version, self._steps)) != self._step_versions
+        if was_changed or self._memory.has_moved() or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
             self._bound = []
             for parameter, _ in locals_:
@@ -543,6 +551,7 @@ class FusedAdamW(torch.optim.Optimizer):
                         f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
                     )
             self._rows(indexed)
+            self._step_versions = list(map(_version, self._steps))
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(indexed)
             self._memory = StorageSnapshot([tensor for adam in self.passes() for tensor in adam.written()])
@@ -565,11 +574,14 @@ class FusedAdamW(torch.optim.Optimizer):
         rows: dict[tuple[int, float], int] = {}
         # The row of each parameter. It and all attributes below live as long as the tables.
         self._row: dict[Any, int] = {}
-        # The step counts: the one that is read for each row, and the counts of all parameters.
+        # The step counts that are read, one for each row.
         self._clocks: list[Tensor] = []
-        self._steps: list[Tensor] = []
+        self._steps = []
         for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
-            step = self.state[parameter]["step"] = torch.full((), taken, dtype=torch.float32, device=device)
+            # In inference mode it would have no version counter.
+            with torch.inference_mode(False):
+                step = torch.full((), taken, dtype=torch.float32, device=device)
+            self.state[parameter]["step"] = step
             self._row[parameter] = rows.setdefault((index, taken), len(rows))
             if len(rows) > len(self._clocks):
                 self._clocks.append(step)
