@@ -264,6 +264,22 @@ def broken_off(model: Any) -> Callable[[], object]:
     return lambda: None
 
 
+def broken_in_the_root(model: Any) -> Callable[[], object]:
+    """A pass broke off that had gathered the weights of the root module."""
+    model.reshard()
+    with test_loops.breaking(model.first):
+        models.forward(model)
+    return lambda: None
+
+
+def broken_backward(model: Any) -> Callable[[], object]:
+    """A backward pass broke off that had begun to gather a block."""
+    with test_loops.breaking_backward(model.blocks[1]):
+        test_loops.loss(model, 0).backward()
+    model.reshard()
+    return lambda: None
+
+
 def evaluated(model: Any) -> Callable[[], object]:
     """All blocks are left gathered."""
     models.forward(model)
@@ -277,12 +293,12 @@ def evaluated(model: Any) -> Callable[[], object]:
     answer="the next forward pass of the model gathers again; of a module in it, a quantized weight raises",
 )
 @pytest.mark.parametrize("only_plain", [False, True])
-@pytest.mark.parametrize("gathered", [in_flight, by_hand, broken_off, evaluated])
+@pytest.mark.parametrize("gathered", [in_flight, by_hand, broken_off, broken_in_the_root, broken_backward, evaluated])
 @on_ranks(2)
 def test_what_is_written_while_it_is_gathered(
     gathered: Callable[[Any], Callable[[], object]], only_plain: bool
 ) -> None:
-    model = models.sharded(models.Net(REFRESHED, 64, 96), reshard_after_forward=False)
+    model = models.sharded(Rooted(), reshard_after_forward=gathered is not evaluated)
     models.forward(model)
     zerocast.fsdp2.refresh(model)
     wait = gathered(model)
@@ -291,13 +307,53 @@ def test_what_is_written_while_it_is_gathered(
             if not (only_plain and parameter.dim() > 1):
                 parameter.mul_(3.0)
     wait()
-    if not only_plain:
-        assert "was changed after it was gathered" in passed(model.blocks[0])[0]
-    said, output = passed(model)
+    check_fresh(model)
+
+
+class Scaled(Net):
+    """Its root module has no quantized weight."""
+
+    def __init__(self, formats: tuple[str, ...], width: int, hidden: int) -> None:
+        super().__init__(formats, width, hidden)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale inputs."""
+        return super().forward(x * self.scale)
+
+
+@on_ranks(2)
+def test_a_root_of_plain_parameters_is_gathered_again_with_its_blocks() -> None:
+    model = models.sharded(Scaled(REFRESHED, 64, 96), reshard_after_forward=False)
+    models.forward(model)
+    with torch.no_grad():
+        for parameter in models.held(model):
+            parameter.mul_(3.0)
+    check_fresh(model)
+
+
+@on_ranks(2)
+def test_another_gather_casts_what_was_written() -> None:
+    """The blocks were left gathered of the cast before."""
+    model = models.sharded(Rooted(), reshard_after_forward=False)
+    models.forward(model)
+    with torch.no_grad():
+        for parameter in models.held(model):
+            parameter.mul_(3.0)
+    model.blocks[0].reshard()
+    model.blocks[0].unshard()
+    assert "was changed after it was gathered" in passed(model.blocks[1])[0]
+    check_fresh(model)
+
+
+def check_fresh(model: Any) -> None:
+    """Two forward passes compute with the masters as they are, or one raises first."""
+    outputs = [passed(model) for _ in range(2)]
     zerocast.fsdp2.refresh(model)
     _, fresh = passed(model)
-    assert said == "nothing"
-    assert torch.equal(output, fresh)
+    assert outputs[1][0] == "nothing"
+    for said, output in outputs:
+        assert ("was changed after it was gathered" in said) if output is None else torch.equal(output, fresh)
 
 
 class Rooted(test_loops.Rooted):

@@ -273,15 +273,14 @@ class CastManager:
         self._stepped = False
         self.plan.param_groups.free()
 
-    # -- weights that a forward pass left gathered
+    # -- weights that are left gathered
 
-    def note_left_gathered(self) -> None:
-        """Remember the groups that a forward pass of the prepared model has left gathered.
+    def end_pass(self) -> None:
+        """Called after a forward pass of the prepared model.
 
         Raises RuntimeError, on all ranks, if they disagreed in a pass without gradients. The CPU
         waits for the device then, since no later step would check the results of such a pass.
         """
-        self.plan.param_groups.note_left_gathered()
         if torch.is_grad_enabled():
             self.plan.status.end_pass()
         else:
@@ -302,25 +301,26 @@ class CastManager:
         """Gather the groups again that are gathered already, if masters or their plain parameters
         were written since. Called before a forward pass of the prepared model.
 
-        All ranks have left the same groups gathered. Raises RuntimeError on all of them if masters
+        All ranks have the same groups gathered. Raises RuntimeError on all of them if masters
         of only some were written to; on a GPU a later call raises it.
         """
         plan = self.plan
         plan.check_sharded()
         plan.param_groups.before_forward(plan.model)
-        left_gathered = plan.param_groups.left_gathered(plan.model)
-        if not left_gathered:
-            return
-        if plan.has_moved():
-            for weight in self.weights:
-                weight.mark_written()
-        for group in left_gathered:
+        groups = plan.param_groups
+        begun = groups.begun()
+        for group in begun:
             group.mark_plain_writes()
-        is_written = plan.exchange_statuses()
-        for weight in self.weights:
-            weight.mark_readable()
-        if is_written:
-            plan.param_groups.gather_again(left_gathered)
+        is_written = False
+        if groups.left_gathered(begun, plan.model):
+            if plan.has_moved():
+                for weight in self.weights:
+                    weight.mark_written()
+            is_written = plan.exchange_statuses()
+            for weight in self.weights:
+                weight.mark_readable()
+        # A gather of other groups may have made another cast of written masters.
+        groups.gather_old_again(begun, plan.generation, is_written)
 
     # -- verification
 

@@ -3,7 +3,7 @@ ParamGroups: all of FSDP2's parameter groups in a prepared model, and which of t
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ class ParamGroup:
         """True while its weights are gathered."""
         return bool(self._group().is_unsharded)
 
+    @property
+    def is_begun(self) -> bool:
+        """True from the start of a gather until its weights are freed."""
+        return self.is_unsharded or self._group()._all_gather_result is not None
+
     def is_any_of(self, groups: Sequence[Any]) -> bool:
         """Return whether it is one of these FSDPParamGroups."""
         return self._group() in groups
@@ -133,7 +138,6 @@ class ParamGroup:
         `cast`. Codes that are not kept are cast for this gather.
         """
         self._write_headers(cast)
-        self.plain_versions = self._count_plain_writes()
         codes = self.cast_codes() if self.cast_codes is not None else [()] * len(self._kept)
         self._outgoing = [[*own, *kept] for own, kept in zip(codes, self._kept, strict=True)]
         if self._outgoing[0][0].device != device:
@@ -157,6 +161,10 @@ class ParamGroup:
         outputs = [[next(buffers) for _ in parts] for parts in self._outgoing]
         torch_fsdp.free([memory])
         torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
+
+    def note_plain_writes(self) -> None:
+        """Called before FSDP2 sends the plain parameters, with the bytes of the weights."""
+        self.plain_versions = self._count_plain_writes()
 
     def _count_plain_writes(self) -> list[int]:
         """Return the version counters of the parameters that are gathered beside the weights.
@@ -305,9 +313,8 @@ class ParamGroups:
         self.prepared: list[ParamGroup] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # The groups that the last forward pass left gathered, with the number of their gathers
-        # until then.
-        self._left: dict[ParamGroup, int] = {}
+        # The number of gathers of each group when ranks last compared what is gathered.
+        self._compared: dict[ParamGroup, int] = {}
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.
         self._stepped_in: int | None = None
@@ -326,26 +333,41 @@ class ParamGroups:
 
     # -- groups that are left gathered
 
-    def note_left_gathered(self) -> None:
-        """Remember the groups that are gathered. Called at the end of a forward pass."""
-        self._left = {group: group.received for group in self.prepared if group.is_unsharded}
+    def begun(self) -> list[ParamGroup]:
+        """Return the groups that are gathered, or whose gather has begun: the same on all ranks."""
+        return [group for group in self.prepared if group.is_begun]
 
-    def left_gathered(self, model: nn.Module) -> list[ParamGroup]:
-        """Return the groups that were gathered before this forward pass of `model`, whose own
-        weights FSDP2 has gathered by now. They are the same on all ranks.
+    def left_gathered(self, begun: Sequence[ParamGroup], model: nn.Module) -> bool:
+        """Return whether any of the groups was gathered before this forward pass of `model`, whose
+        own weights FSDP2 has gathered by now.
         """
         of_model = list(torch_fsdp.groups_at(model))
-        return [
-            group
-            for group in self.prepared
-            if group.is_unsharded and (not group.is_any_of(of_model) or self._left.get(group) == group.received)
-        ]
+        left = any(
+            group.is_unsharded and (not group.is_any_of(of_model) or self._compared.get(group) == group.received)
+            for group in begun
+        )
+        self._note_compared(begun)
+        return left
 
-    def gather_again(self, groups: Iterable[ParamGroup]) -> None:
-        """Gather these groups again, and drop gathers that a pass that failed has begun."""
+    def gather_old_again(self, begun: Sequence[ParamGroup], cast: int, is_written: bool) -> None:
+        """Gather those of the groups again whose bytes are of another cast than number `cast`, or
+        all if masters were written since, and with them the groups without prepared weights. Drops
+        such gathers of a pass that failed.
+        """
+        old = [group for group in begun if is_written or group.sent != cast]
+        if not old:
+            return
         torch_fsdp.discard_gathers(self._fsdp_groups)
-        for group in groups:
-            group.gather_again()
+        for group in old:
+            if group.is_unsharded:
+                group.gather_again()
+        for plain in self._fsdp_groups:
+            if plain.is_unsharded and not any(group.is_any_of([plain]) for group in self.prepared):
+                torch_fsdp.gather_again(plain)
+        self._note_compared(begun)
+
+    def _note_compared(self, begun: Sequence[ParamGroup]) -> None:
+        self._compared = {group: group.received for group in begun}
 
     def free(self) -> None:
         """Free all groups that are gathered, so that the next forward pass gathers them again."""

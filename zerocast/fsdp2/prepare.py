@@ -191,7 +191,7 @@ def prepare(
     _prepared[model] = weakref.ref(manager)
     _within.clear()
     model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.exchange_status))
-    model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.note_left_gathered))
+    model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.end_pass))
     if verify_every is not None:
         model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.verify_every, verify_every))
     return model
