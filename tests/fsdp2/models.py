@@ -117,7 +117,7 @@ class Net(nn.Module):
 
 
 def place() -> str:
-    """Where the ranks of a case compute: on GPUs where their group is NCCL's."""
+    """Return the type of the device that a case runs on: GPUs if the group uses NCCL."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
@@ -226,7 +226,7 @@ def expected(master: Tensor, owner: FSDPWeight) -> casts.Bytes:
 
 
 def complaints(model: nn.Module, what: str) -> list[str]:
-    """Where gathered bytes differ from the unsharded cast of the gathered masters."""
+    """Return the differences between gathered bytes and the unsharded cast of the gathered masters."""
     whole = {name: (parameter.full_tensor(), owner) for name, (parameter, owner) in masters(model).items()}
     found, seen = [], set()
     for name, weight in unsharded(model):

@@ -11,7 +11,7 @@ from zerocast.backends import reference
 
 
 def complaints(model: nn.Module, when: str) -> list[str]:
-    """Where a gathered slice is not its part of the unsharded cast."""
+    """Return the gathered slices that differ from their part of the unsharded cast."""
     found, local = [], dist.get_rank() % 2
     tensors = models.masters(model)
     whole = {name: (p.full_tensor().cpu(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}

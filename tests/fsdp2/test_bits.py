@@ -95,7 +95,7 @@ class Checkpointed(Net):
 
 
 def gradients(make: type[nn.Module], reshard: bool, micro_batches: int) -> None:
-    """Of accumulated micro-batches, in two steps."""
+    """Take two steps with accumulated micro-batches and check the weights."""
     model = models.sharded(make(SOME, 64, 96), reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(2):

@@ -43,7 +43,7 @@ def build(where: str, formats: tuple[str, ...] = FORMATS, prepare: bool = True) 
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What is saved, under the fixed keys."""
+    """Return what a checkpoint saves, under its fixed keys."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optim": optimizer_state, "zerocast": zerocast.fsdp2.state_dict(model)}
 

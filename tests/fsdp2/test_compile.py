@@ -116,7 +116,7 @@ def test_inductor_of_slices() -> None:
 @pytest.mark.parametrize("how", ["eager", "blocks", models.slow("whole")])
 @on_ranks(2)
 def test_no_dequantized_weight_is_kept(how: str) -> None:
-    """What is kept for the backward pass and has the size of a weight is codes."""
+    """Autograd keeps codes for the backward pass, and no floating-point tensor as large as a weight."""
     model = build(how, "aot_eager", ("nvfp4", "fp8_current", "mxfp8"), True)
     found, codes = [], 0
 

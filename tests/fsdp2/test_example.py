@@ -46,7 +46,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of the steps of a run."""
+    """Return the training losses of a run."""
     return [record["loss"] for record in read_records(folder / "metrics.jsonl") if record["event"] == "train"]
 
 

@@ -59,7 +59,7 @@ def broadcast_state(model: nn.Module) -> None:
 
 
 def load_in_place(model: nn.Module) -> None:
-    """What DCP does: reads into the tensors of a state dict that was made earlier."""
+    """Load like DCP: read into the tensors of a state dict that was made earlier."""
     folder: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     dcp.save({name: double(tensor) for name, tensor in model.state_dict().items()}, checkpoint_id=folder[0])
@@ -160,8 +160,8 @@ def refreshed_after_one_rank() -> None:
 
 
 def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
-    """What a forward pass raises after a step on one rank, and after how many seconds;
-    collectives give up after three.
+    """Step on one rank alone. Return the error of the next forward pass and the seconds it took; collectives
+    time out after three.
     """
     group = dist.new_group(timeout=timedelta(seconds=3))
     # With a name of its own: torch's caches hand the mesh of an operation to later ones on an equal mesh, and this
@@ -202,7 +202,7 @@ REFRESHED = "nvfp4", "fp8_block"  # whose products a refresh does not change
 
 
 def passed(forward: nn.Module) -> tuple[str, torch.Tensor | None]:
-    """What a forward pass says, and what it gives."""
+    """Return the error of a forward pass, or "nothing" and its output."""
     with torch.no_grad():
         try:
             return "nothing", forward(models.batch(0, 64))

@@ -35,7 +35,7 @@ FULL = [
 
 
 def a_mesh(shape: tuple[int, ...] | None) -> DeviceMesh:
-    """Of all ranks, or of replicas."""
+    """Return a mesh of all ranks, or of replicas of shards if `shape` is given."""
     return models.mesh(shape, shape and ("replicate", "shard"))
 
 
@@ -73,7 +73,7 @@ def test_full_states_are_plain(tmp_path: Path, width: int, hidden: int, shape: t
 
 @on_ranks(1)
 def test_a_full_tensor_is_a_copy() -> None:
-    """Which torch's own `redistribute` does not make over one rank: else `replicate_as_plain` could go."""
+    """`full_tensor()` copies over one rank too. Once torch's own `redistribute` does, `replicate_as_plain` can go."""
     model = a_model(64, 96, None)
     parameter = models.masters(model)["blocks.0.1.weight"][0]
     before = parameter.detach().to_local().clone()

@@ -170,7 +170,7 @@ def test_amaxes_come_from_the_step(keep_codes: bool) -> None:
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @on_ranks(2)
 def test_a_parameter_moves_to_another_group(moment_dtype: Any) -> None:
-    """It has that group's learning rate from the next step on."""
+    """A parameter that moves to another group has that group's learning rate from the next step on."""
     model = models.sharded(Net(("nvfp4",), WIDTH, HIDDEN))
     optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
     first, second = optimizer.param_groups[0], {**optimizer.param_groups[0], "params": [], "param_names": [], "lr": 0.0}
@@ -186,7 +186,7 @@ def test_a_parameter_moves_to_another_group(moment_dtype: Any) -> None:
 
 @on_ranks(2)
 def test_a_step_count_is_written() -> None:
-    """Of one parameter, among others with the same count, in place or by another tensor."""
+    """A step reads a count that was reset for one of several parameters, in place or by another tensor."""
     masters = []
     for in_place in (True, False):
         model = models.sharded(Net(("nvfp4",), WIDTH, HIDDEN))
@@ -221,7 +221,7 @@ def test_masters_are_fp32_on_one_device(said: str) -> None:
 
 
 def numbers_read(layers: int) -> int:
-    """How many numbers a step reads whose tables are made anew, after a load."""
+    """Return how many scalars the first step after a load reads, when it rebuilds its tables."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
     optimizer = FusedAdamW(model.parameters())
     for parameter in model.parameters():
@@ -400,7 +400,7 @@ def test_memory_that_was_taken_away(divisor: int, moment_dtype: Any) -> None:
 
 @on_ranks(2)
 def test_sums_that_are_not_reduced_are_refused() -> None:
-    """As tensor parallelism without data parallelism leaves gradients of replicated parameters."""
+    """Partial gradients are refused. Tensor parallelism without data parallelism leaves them on replicated parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     optimizer = FusedAdamW([parameter])

@@ -1,4 +1,4 @@
-"""What products read in place of gathered codes is made by one launch for all weights of a gather, and gone with the codes."""
+"""One launch makes the operands that products read for all weights of a gather. They are freed with the codes."""
 
 import functools
 import gc
@@ -185,8 +185,8 @@ def test_few_codes_are_kept_by_default(lacking: int) -> None:
 @pytest.mark.parametrize("keep_codes", [False, True])
 @on_ranks(2)
 def test_casts_of_codes(keep_codes: bool, micro_batches: int) -> None:
-    """Of three blocks, gathered for the forward pass and for the backward pass: at each gather one launch for the two weights
-    of a block, and nothing is left; or one launch a step.
+    """Each gather of a block, for the forward or the backward pass, casts its two weights in one launch and
+    leaves nothing. With kept codes there is one launch a step.
     """
     model: Any = models.sharded(Net(("nvfp4",) * 3, 64, 96), keep_codes=keep_codes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -51,7 +51,7 @@ def local_gradients(rank: int) -> list[Tensor]:
 
 
 def part(gradients: list[Tensor], owner: int, world: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What FSDP2 sends to one rank: its rows of each gradient, with zeros up to as many as rank 0 has."""
+    """Return what FSDP2 sends to one rank: its rows of each gradient, padded with zeros to the rows of rank 0."""
     pieces = []
     for gradient in gradients:
         rows = -(-len(gradient) // world)

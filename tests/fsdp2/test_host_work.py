@@ -1,4 +1,4 @@
-"""What the host does for a cast is the same for few weights and for many: their masters lie side by side."""
+"""The host does as much work to cast many weights as to cast a few, because their masters are contiguous."""
 
 import gc
 import io
@@ -120,7 +120,7 @@ def test_the_host_of_a_quantized_pass_beside_bf16(ranks: Ranks, calls_of_bf16: i
 
 
 def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
-    """How many calls a refresh makes, and the manager."""
+    """Return the number of calls that a refresh makes, and the manager."""
     model = models.sharded(Layers(count, device), {"*.weight": fmt})
     if device == "meta":
         model.to_empty(device=models.place())

@@ -1,5 +1,5 @@
-"""What is saved at any moment of a run goes on as the run that was never saved. A state that does not
-fit changes nothing.
+"""A run that resumes from a checkpoint of any moment equals the run that was never saved. A state that does
+not fit changes nothing.
 """
 
 import copy
@@ -233,7 +233,7 @@ def by_training_state(source: Training, target: Training) -> None:
 
 
 def by_live_names(source: Training, target: Training) -> None:
-    """As torchtitan 0.3 loads: what the live state has, once it was asked whether it is empty, says which moments to take."""
+    """Load like torchtitan 0.3: create the live state if it is empty, then take only the moments that it has."""
     _init_optim_state(target.optimizer)
     saved, live = source.optimizer.state_dict(), target.optimizer.state
     parameters = [parameter for group in target.optimizer.param_groups for parameter in group["params"]]

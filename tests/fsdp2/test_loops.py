@@ -21,7 +21,7 @@ STEPS = range(2)
 
 
 def loss(model: Any, step: int, learns: bool = False) -> Tensor:
-    """Of the inputs of a step, which may have gradients of their own."""
+    """Return the loss of a step, whose inputs require gradients if `learns`."""
     # After a backward pass that broke off, FSDP2 of torch 2.11 casts the inputs of no pass.
     inputs = models.batch(step, 64).bfloat16()
     return model(inputs.requires_grad_(learns)).float().square().mean()  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def forget(model: nn.Module) -> None:
 
 
 class Broken(Exception):
-    """What a training loop catches and goes on from."""
+    """The error that a training loop catches before it goes on."""
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ MAKERS = {
 
 
 def stepped_within(maker: str, reshard: bool) -> list[str]:
-    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast too many."""
+    """Return how steps in gradient hooks differ from steps of one optimizer, and a wrong number of casts."""
     (_, after, _), (complaints, within, count) = (in_backward(MAKERS[maker], reshard, how) for how in (False, True))
     found = [f"{key} differs" for key in after if within[key] != after[key]]
     return [*complaints, *found] + ([f"{count} casts"] if count != 1 + len(STEPS) else [])
@@ -255,7 +255,7 @@ def stepped_within(maker: str, reshard: bool) -> list[str]:
     ],
 )
 def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -> None:
-    """As one step after it, to the bit; weights are cast once."""
+    """Steps in gradient hooks give the bits of a step after the backward pass, with one cast a step."""
     assert ranks(2)(stepped_within, maker, reshard) == [[], []]
 
 

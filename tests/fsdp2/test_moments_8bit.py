@@ -50,7 +50,7 @@ def state_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, str]:
 
 
 def launches(moment_dtype: Any) -> Counter[str]:
-    """How often a step launches each stage, of which the second word is how its moments are kept."""
+    """Count the launches of each stage in a step, under the names that FP32 moments have."""
     model = models.sharded(Net(FORMATS, 64, HIDDEN), keep_codes=True)
     optimizer = fused(model, moment_dtype=moment_dtype)
     train(model, optimizer, range(2))
@@ -122,7 +122,7 @@ def test_states_of_torchs_calls(flat: bool) -> None:
 
 
 def test_states_of_fp32_moments() -> None:
-    """Those of torch.optim.AdamW and of FusedAdamW load, rounded once, and FP32 moments take 8-bit ones as they are."""
+    """States of torch.optim.AdamW and FusedAdamW load, rounded once. FP32 moments take 8-bit ones as they are."""
     kinds: list[Callable[..., Any]] = [torch.optim.AdamW, FusedAdamW]
     for kind in kinds:
         model = nn.Linear(200, 7)

@@ -58,7 +58,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def modes(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the class takes: implementations by flags."""
+    """Yield the implementations and flags that the class takes, as (name, options)."""
     takes = inspect.signature(CLASSES[name]).parameters
     for how, flag in itertools.product(IMPLEMENTATIONS, FLAGS):
         options = IMPLEMENTATIONS[how] | FLAGS[flag]
@@ -158,8 +158,8 @@ def test_inductor(name: str) -> None:
 )
 @on_ranks(1)
 def test_the_key_of_a_compiled_graph() -> None:
-    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats: part of what
-    `test_inductor` shows, in no time.
+    """The key of a graph tells prepared parameters from plain ones, and weights of two formats apart.
+    `test_inductor` shows this end to end, but takes long.
     """
     made = [models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=how) for how in (False, False, True)]
     parameters = [models.held(model)[2] for model in made]
@@ -247,7 +247,9 @@ def exact(gradient: Tensor, momentum_buffer: Tensor) -> Tensor:
 
 @on_ranks(*worlds(2, slow=(3,)))
 def test_torch_muon() -> None:
-    """It orthogonalizes whole matrices: as near to f64 as in one process, where products in bf16 are added in another order."""
+    """torch.optim.Muon orthogonalizes whole matrices: its error against f64 is about that of one process,
+    where products in bf16 are added in another order.
+    """
     run = Sharded()
     before = run.matrices()
     twins = [nn.Parameter(value.clone()) for value in before]

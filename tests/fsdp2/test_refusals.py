@@ -1,4 +1,4 @@
-"""What cannot work is refused with words that help, on every rank."""
+"""Models and settings that cannot work are refused on every rank, with an error that says what to do."""
 
 from collections.abc import Callable
 from functools import partial

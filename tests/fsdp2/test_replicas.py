@@ -84,7 +84,7 @@ def masters_written(run: Pass, step: Callable[[], object] | None = None) -> str:
 
 
 def masters_written_before_a_captured_step(run: Pass) -> str:
-    """Of which the graph does not know."""
+    """Write masters before a captured step, whose graph does not know of it."""
     step = CapturableFusedStep(run.optimizer)
     captured = Repeated(step)
     for _ in range(2):
@@ -106,7 +106,7 @@ EVENTS = {
 
 
 def told(event: Any, shape: tuple[int, int], late: bool) -> str:
-    """What a pass says on this rank, before that is put right."""
+    """Return what `event` reports on this rank, and check that a refresh puts the weights right."""
     reads_late = mock.patch.object(GatherStatus, "reads_late", staticmethod(lambda headers: True))
     with reads_late if late else contextlib.nullcontext():
         run = Pass(shape)

@@ -74,7 +74,7 @@ def test_switch() -> None:
 
 
 def refusal(fmt: str, placement: Any, width: int) -> str:
-    """What the first forward pass says; the masters are what they were."""
+    """Return the error of the first forward pass, which leaves the masters unchanged."""
     model = models.sharded(Net((fmt,), width, 96), shard_placement_fn=placement)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     said = error_of(lambda: model(models.batch(0, width)))

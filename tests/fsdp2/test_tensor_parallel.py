@@ -86,7 +86,7 @@ SLICED = [
     ],
 )
 def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
-    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""
+    """One reduction carries the cut blocks of both slices: of 160 rows a slice has 80 and a rank of 4 has 40."""
     single = MLP(hidden)
     for layer in (single.up, single.down):
         value = casts.cast_whole(fmt, layer.weight.detach(), scale=1.0)
@@ -107,7 +107,7 @@ def test_slices_in_replicas() -> None:
 
 @on_ranks(4)
 def test_no_slice_goes_on_without_another() -> None:
-    """It would wait for that in its next collective."""
+    """A slice whose twin could not cast refuses too, since it would wait for it in its next collective."""
     model, x = parallel("nvfp4"), models.batch(0, WIDTH, rank=0)
     with torch.no_grad():
         model(x)

@@ -61,7 +61,7 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_raises(name: str) -> None:
-    """Of the model and of a layer in it, in training, evaluation and inference mode."""
+    """A layer of a prepared model raises in training, evaluation and inference mode."""
     for train, context in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
         layer, inputs = LAYERS[name]()
         model = prepared(Parts(layer.train(train)))
@@ -71,8 +71,8 @@ def test_every_layer_raises(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of layers that torch calls deprecated
 def test_every_layer_of_torch_is_among_these() -> None:
-    """Those that have a weight of two or more dimensions, or hold such a layer; a new one in a
-    new torch is to be added.
+    """`LAYERS` names every layer of torch that has a weight of two or more dimensions, or holds such a layer.
+    Add the layers of a new torch to it.
     """
     named = {name.split(" ")[0] for name in LAYERS}
     refused_or_made_of_them = {
@@ -140,7 +140,7 @@ HOW: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", HOW)
 @on_ranks(1, 2)
 def test_the_first_forward_pass_raises(world: int, how: str) -> None:
-    """Of FSDP1 over several ranks its own flat parameter does, before a forward pass gets to the model."""
+    """The first forward pass raises. In FSDP1 over several ranks, FSDP1's flat parameter raises before it."""
     for grad in (True, False):
         model = Net(("fp8_current", "nvfp4"), 64, 96)
         with torch.set_grad_enabled(grad):

@@ -63,7 +63,9 @@ class Unrun:
 
 
 def dispatched(operator: Any, written: Any) -> tuple[list[Tensor], Tensor]:
-    """What is noticed when a master is what `operator` writes to as its argument `written`, and the tensor inside."""
+    """Return the writes that are noticed when `operator` writes a master as its argument `written`, and the
+    tensor inside the master.
+    """
     master, recorder = a_master(4, 4)
     args, kwargs = [], {}
     for argument in operator._schema.arguments:
@@ -165,7 +167,7 @@ def viewing() -> Iterator[Any]:
 
 
 def viewed(operator: Any) -> tuple[list[Tensor], MasterParameter, Recorder]:
-    """What an operator makes of a master."""
+    """Apply an operator to a master. Return the results, the master and its recorder."""
     own = OF_ITS_OWN.get(str(operator), {})
     first, *others = operator._schema.arguments
     dtype = torch.complex64 if str(operator).split(".")[1] in OF_COMPLEX else torch.float32
@@ -246,7 +248,7 @@ def a_weight(model: nn.Module) -> Any:
 
 
 def forward(model: nn.Module) -> str:
-    """What a forward pass raises."""
+    """Return the error of a forward pass."""
     return error_of(lambda: models.forward(model))
 
 
@@ -303,7 +305,7 @@ def written_later() -> None:
 
 
 def double(tensor: Tensor) -> None:
-    """To be compiled: what runs then passes no dispatch."""
+    """Double a tensor. This is compiled, so that its write passes no dispatch."""
     with torch.no_grad():
         tensor.mul_(2)
 

@@ -1,4 +1,4 @@
-"""What goes over the wire: quantized bytes in gathers, one all-reduce a step, or none."""
+"""Collectives of training with FSDP2: quantized bytes in gathers, and one all-reduce a step, or none."""
 
 import pytest
 import torch

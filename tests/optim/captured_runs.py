@@ -23,7 +23,7 @@ LOADED = 7  # before this step a state is loaded
 
 @dataclass(frozen=True)
 class Case(Run):
-    """What to train where, with gradients put on parameters. Without `max_norm` the captured step clips nothing."""
+    """A training run whose gradients are put on parameters. Without `max_norm` the captured step clips nothing."""
 
     assign: bool = True
     max_norm: float | None = 0.5
@@ -71,7 +71,7 @@ class Trainee(Trainer):
             self.probe.get_parameter("nv").grad[0, 0] = torch.inf
 
     def change_rates(self, step: int) -> None:
-        """What a scheduler does, to numbers and to tensors."""
+        """Change learning rates, numbers and tensors alike, as a scheduler does."""
         for group in self.optimizer.param_groups:
             if step % 2:
                 group["lr"] *= 0.7

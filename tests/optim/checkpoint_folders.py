@@ -12,7 +12,7 @@ FEW = Run(tuple(spec for spec in MIXED if spec.name in ("norm", "delayed", "nv",
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder, beside the lease of its writer."""
+    """Return the names in a folder, without the lease of its writer."""
     return sorted(path.name for path in folder.iterdir() if path.name != LEASE)
 
 

@@ -41,7 +41,7 @@ def settled_bytes(known: frozenset[int]) -> int:
 
 @dataclass(frozen=True)
 class Allocations:
-    """What was allocated: the single sizes, and the highest level above the start."""
+    """The sizes of all allocations, and the peak above the start."""
 
     sizes: list[int]
     peak: int

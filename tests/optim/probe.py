@@ -32,7 +32,9 @@ class Spec:
         return value if self.fmt != PLAIN else value.to(self.dtype).float()
 
     def gradient(self, step: int, rank: int) -> Tensor | None:
-        """What one backward pass on one rank gives, in the nominal dtype; None where the parameter takes no part."""
+        """Return the gradient of one backward pass on one rank, in the nominal dtype, or None if the parameter
+        takes no part.
+        """
         if not USED[self.used](step, rank):
             return None
         size = 10.0 ** (step % 5 - 3)

@@ -43,7 +43,7 @@ def build(kind: str, named: Iterable[tuple[str, Tensor]], **options: Any) -> Any
 
 
 def rank() -> int:
-    """Of this process; 0 without a process group."""
+    """Return the rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -54,8 +54,9 @@ def world() -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What to train and how. With `accumulate` a step takes that many backward passes, all but the last under no_sync if so
-    said."""
+    """A model and the options of its training. With `accumulate` a step takes that many backward passes, all
+    but the last under no_sync if `no_sync`.
+    """
 
     specs: tuple[Spec, ...] = MIXED
     steps: int = 6
@@ -72,14 +73,16 @@ class Run:
     optimizer: type[ZeroAdamW] | type[ZeroMuon] = ZeroAdamW
 
     def factor(self, step: int) -> float:
-        """What the schedule multiplies learning rates by."""
+        """Return the factor by which the schedule multiplies learning rates."""
         return 0.5 + 0.5 * math.cos(step / 5) if self.schedule else 1.0
 
     def options_at(self, step: int) -> list[dict[str, Any]]:
         return [{**options, "lr": options["lr"] * self.factor(step)} for options in self.options]
 
     def local(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
-        """What autograd leaves on a parameter of one rank after these backward passes, in the dtype that is reduced."""
+        """Return the gradient that autograd leaves on one rank after these backward passes, in the dtype that
+        is reduced.
+        """
         widened = spec.fmt != PLAIN and self.config.grad_dtype is torch.float32
         total = None
         for gradient in (spec.gradient(p, rank) for p in passes):
@@ -95,7 +98,9 @@ class Run:
         return [mean([self.sent(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
 
     def sent(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
-        """What an owner decodes of a rank's gradient; groups of 128 begin where a parameter begins, however it is cut."""
+        """Return a rank's gradient as an owner decodes it. Groups of 128 begin where a parameter begins,
+        however it is cut.
+        """
         local = self.local(spec, passes, rank)
         if local is None or self.config.grad_wire is None:
             return local
@@ -151,7 +156,7 @@ class Trainer:
 
 
 def boxes(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """What this rank holds of a state tensor, as (where, values), by the protocol that checkpoints use."""
+    """Yield each part of a state tensor on this rank, as (where, values), by the protocol that checkpoints use."""
     if not hasattr(value, "__create_chunk_list__"):
         yield (..., value)
         return

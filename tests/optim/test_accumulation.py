@@ -77,7 +77,7 @@ def test_no_sync(passes, stage, run):
 
 @on_ranks(2)
 def test_ranks_accumulate_different_numbers_of_passes():
-    """As with micro-batches of uneven length. Each pass adds 1 to the gradient of its rank."""
+    """Ranks may accumulate different numbers of micro-batches. Each pass adds 1 to the gradient of its rank."""
     weight = torch.nn.Parameter(torch.zeros(64))
     optimizer = ZeroAdamW([("weight", weight)])
     for _ in range(2):
@@ -152,7 +152,7 @@ class Tripled(torch.autograd.Function):
 @pytest.mark.parametrize("bucket_size", [256, 2**20])
 @on_ranks(1, 2)
 def test_a_gradient_that_changes_after_it_arrived(bucket_size):
-    """One that fills its bucket alone is sent from where it lies, while the backward pass goes on."""
+    """A change of a gradient that has arrived is refused, also of one that fills its bucket and is sent in place."""
     weight, bias = (torch.nn.Parameter(torch.ones(16, 16)) for _ in range(2))
     optimizer = ZeroAdamW([("weight", weight), ("bias", bias)], config=ZeroConfig(bucket_size=bucket_size))
     loss = ((Tripled.apply(2 * weight) + bias) * torch.ones(16, 16)).sum()
@@ -263,7 +263,7 @@ def die(trainer: Trainer, step: int) -> None:
 )
 @on_ranks(0, 2)
 def test_recovery_from_a_pass_that_died(run, forget, accumulated):
-    """It is refused to go on from half a gradient; zero_grad clears it away, in any state of the buckets."""
+    """A step from half a gradient is refused. zero_grad clears it away, in any state of the buckets."""
     trainer, messages = Compared(run), []
     for step in range(4):
         if step in (1, 2):

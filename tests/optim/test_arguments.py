@@ -232,7 +232,7 @@ def test_a_number_after_a_tensor_on_the_device() -> None:
 
 @pytest.mark.parametrize("column", range(len(COLUMNS)), ids=list(COLUMNS))
 def test_numbers_that_the_host_reads_late(column: int) -> None:
-    """Those of the last step, as they come from a GPU."""
+    """Hyperparameters on a GPU reach the host one step late, and are refused then."""
     table = Hyperparameters(1, torch.device("cpu"))
     group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
     table.refresh([group])
@@ -356,7 +356,7 @@ def test_frozen_parameters_that_differ(alike):
 )
 @on_ranks(2)
 def test_what_is_left_out_differs(differ, names):
-    """What is logged by each of four steps of an optimizer that was given the quantized weights alone."""
+    """An optimizer of the quantized weights alone warns once if other parameters or buffers differ between ranks."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)).bfloat16()

@@ -138,7 +138,7 @@ def test_only_on_a_cuda_device():
 
 
 def test_not_with_the_reference_backend():
-    """Which looks at the device in every stage."""
+    """The reference backend cannot be captured, since each of its stages reads from the device."""
     with pytest.raises(RuntimeError, match="reference backend"):
         captured_step.check_capturable(torch.device("cuda"), "reference")
 
@@ -164,7 +164,7 @@ def test_moved_storage_is_recorded_again(device):
 
 
 def test_storage_that_moves_on_one_rank(ranks):
-    """That one steps without a graph meanwhile, with the collectives of the others' graphs."""
+    """The rank whose storage moves takes one step without a graph, with the collectives of the others' graphs."""
     assert ranks(2)(graphs_after_a_move, "cpu", 1) == [[True] * 4, [True, False, True, True]]
 
 

@@ -147,7 +147,7 @@ def together() -> None:
 )
 @on_ranks()
 def test_a_full_disk(tmp_path: Path, world: int, fault: str, culprit: int, asynchronous: bool) -> None:
-    """It is full on one rank in the second save; afterwards the first is loaded and training goes on."""
+    """The disk of one rank is full in the second save. The first still loads, and training goes on."""
     folder = tmp_path / "c"
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
     trainer = Trainer(FEW)
@@ -203,7 +203,9 @@ DAMAGE = {truncate: "bytes, and had", flip: "is damaged: its SHA-256 is", Path.u
 
 
 def refuses(folder: str) -> tuple[str, int]:
-    """What loading the damaged step says, the optimizer unchanged; and which step is loaded when none is asked for."""
+    """Return the error of loading the damaged step, which leaves the optimizer unchanged, and the step that
+    loads by default.
+    """
     trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
     said = refused(trainer, lambda: checkpoints.load(trainer.optimizer, step=2))
     assert said.startswith("ValueError")

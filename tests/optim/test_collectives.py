@@ -1,4 +1,4 @@
-"""How often a step communicates, how much and when: the first reduction starts before the last gradient exists."""
+"""Collectives of a step: number, sizes and times. The first reduction starts before the last gradient exists."""
 
 import itertools
 import time
@@ -76,7 +76,9 @@ def test_deterministic_exchanges_in_their_place():
 @pytest.mark.parametrize(("questions", "passes"), [(1, 1), (0, 3)])
 @on_ranks(2)
 def test_one_reduce_scatter_a_bucket_a_backward_pass(questions, passes):
-    """Where no_sync first begins, ranks also ask each other how many passes they have reduced."""
+    """Each bucket has one reduce-scatter. When no_sync first begins, ranks also compare how many passes they
+    have reduced.
+    """
     trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=passes == 1, config=ZeroConfig()))
     with Traffic() as traffic:
         trainer.step(0)
@@ -142,7 +144,9 @@ def test_reading_does_not_communicate():
 
 
 def operators(layers: int) -> tuple[Counter[str], int]:
-    """Those of clip and step, and the copies of a backward pass, of a model with so many weights in one bucket."""
+    """Count the operators of clip and step, and the copies of a backward pass, of a model of `layers` weights
+    in one bucket.
+    """
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers))).bfloat16()
     optimizer = ZeroAdamW(model.named_parameters())
     loss = model(torch.randn(2, 32, dtype=torch.bfloat16)).sum()

@@ -59,7 +59,7 @@ def test_a_later_step_allocates_nothing_large(world, deterministic, overlap):
 @pytest.mark.parametrize("in_flight", [1, 3])
 @on_ranks(2)
 def test_so_many_buckets_are_in_flight(in_flight: int) -> None:
-    """Where none arrives before it is waited for."""
+    """`IN_FLIGHT` buckets are in flight if none arrives before it is waited for."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     optimizer = ZeroAdamW(model.named_parameters(), config=ZeroConfig(bucket_size=32 * 32))
     flying, counts = optimizer._reducer._flying, list[int]()
@@ -170,7 +170,7 @@ LONG = [pytest.param(life, world, 200, marks=pytest.mark.slow) for life in LIVES
 @pytest.mark.parametrize(("life", "world", "count"), [*SHORT, *LONG])
 @on_ranks(timeout=600.0)
 def test_optimizers_that_are_dropped(life: str, count: int) -> None:
-    """What has grown after so many, the bytes an optimizer, and the hooks on each parameter."""
+    """Dropped optimizers leave no objects and few bytes behind, and at most one hook on each parameter."""
     optimizers = Optimizers(life)
     for _ in range(WARM):
         optimizers.build()

@@ -24,7 +24,7 @@ COMPACT = dataclasses.replace(EIGHT_BITS, config=dataclasses.replace(EIGHT_BIT_M
 
 
 def whole_state(path: str) -> dict[str, Any]:
-    """What one process without others loads."""
+    """Return the state that one process loads."""
     trainer = Trainer(EIGHT_BITS)
     optim.load(trainer.optimizer, path)
     return snapshot(trainer)

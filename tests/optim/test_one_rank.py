@@ -1,4 +1,4 @@
-"""What one rank alone refuses, or calls: all ranks raise or none, and none waits at a timeout."""
+"""A refusal or a call of one rank alone makes all ranks raise or none, and none waits for a timeout."""
 
 import time
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def list_another(run: Zero) -> None:
 
 
 def outdate(run: Zero) -> None:
-    """As a load does that raises on this rank."""
+    """Begin to overwrite the state on this rank, like a load that raises."""
     with run.optimizer.overwriting():
         pass
 
@@ -215,7 +215,7 @@ IN_DEBUG_MODE: dict[str, tuple[Call, Call]] = {
 @on_ranks(2)
 @debug_mode()
 def test_steps_in_debug_mode(case: str) -> None:
-    """What each rank raises, and soon; then a step that all make, with the bits of one that nothing came before."""
+    """Ranks that make different calls raise at once in debug mode. The next common step has the bits of a first step."""
     trainer, start = Compared(RUN), time.monotonic()
     said = error_of(lambda: IN_DEBUG_MODE[case][dist.get_rank()](trainer))
     assert time.monotonic() - start < 10.0

@@ -102,7 +102,9 @@ READS = (
 
 
 def read_in_flight(config: ZeroConfig, read: Callable[[Probe], Found], steps: int) -> Found:
-    """What a first read after the last step sees; then one more step, so that the read has broken nothing."""
+    """Return what the first read after the last step sees, and the weights after one more step, which the read
+    must not break.
+    """
     with slow_gathers() as landed:
         trainer = Trainer(Run(config=config))
         trainer.train(range(steps))

@@ -1,4 +1,4 @@
-"""What can be done with a reduced gradient: every operator and every function of torch is defined, or raises; none reads noise."""
+"""Every operator and every function of torch on a reduced gradient is defined, or raises; none reads noise."""
 
 import copy
 import gc
@@ -67,7 +67,7 @@ METADATA |= {"__repr__", "__format__", "result_type", "can_cast", "is_coalesced"
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """What can be overridden of torch, its tensors and torch.nn.functional."""
+    """Return the functions of torch, its tensors and torch.nn.functional that can be overridden."""
     ignored = get_ignored_functions()
     found = {}
     for functions_of in get_overridable_functions().values():
@@ -129,7 +129,7 @@ def test_escapes(escape):
 
 
 def test_the_storage_has_no_memory():
-    """It is asked for by compilers, which look whether tensors share one."""
+    """Compilers ask for the storage, to see whether tensors share one."""
     held, _optimizer = gradient()
     with pytest.raises(RuntimeError, match="not allocated"):
         list(held.untyped_storage())

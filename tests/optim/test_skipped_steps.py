@@ -91,7 +91,7 @@ def test_what_is_new_is_logged_when_read():
 
 
 def warnings_of_rows(rows: list[int], good: tuple[float, ...] = (1.0,)) -> list[str]:
-    """What a rank logs unasked where that many steps in a row are skipped, each row followed by good steps."""
+    """Return the warnings of a rank that skips that many steps in a row, each row followed by good steps."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = ZeroAdamW([("bias", weight)])
     with logged() as said:

@@ -1,4 +1,4 @@
-"""What the state is: fixed keys, plain tensors, nothing of ours; what does not fit is refused everywhere with nothing changed."""
+"""The state has fixed keys and plain tensors. A state that does not fit is refused on all ranks, and nothing changes."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def test_keys_are_fixed_and_the_same_on_every_rank(tmp_path, world):
 
 @on_ranks(2)
 def test_shards_are_no_values():
-    """Where a rank holds a part only, what would read the whole is refused, not answered with noise."""
+    """Reads of a whole tensor are refused where a rank holds only a part, instead of returning noise."""
     trainer = Trainer(Run())
     shard = trainer.optimizer.state_dict()["model"]["nv"]
     reads: list[Callable[[], object]] = [
@@ -145,7 +145,7 @@ def test_state_of_another_optimizer(world):
 
 
 def test_hooks_of_states_run() -> None:
-    """Those of torch.optim.Optimizer, with what they return in place of the state."""
+    """The hooks of torch.optim.Optimizer run, and a state that they return replaces the state."""
     optimizer = Trainer(Run()).optimizer
     calls: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))

@@ -242,7 +242,7 @@ def test_no_sync(stage):
 )
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_removed_gradients(stage, how):
-    """What is taken off the parameters counts as zero: at the step, and in the next backward pass."""
+    """A gradient that is taken off its parameter counts as zero, at the step and in the next backward pass."""
     for again in (False, True):
         ours, theirs = (Trainer(Run(stage=stage)) for _ in range(2))
         ours.probe.backward(BUSY, rank())

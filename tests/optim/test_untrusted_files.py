@@ -92,7 +92,7 @@ def forge(path: Path) -> None:
 
 
 def refused(path: str) -> str:
-    """What loading raises; the optimizer is as before and goes on."""
+    """Return the error of loading. Unless a part was read, the optimizer is as before."""
     trainer = Trainer(FEW)
     before = snapshot(trainer)
     text = error_of(lambda: optim.load(trainer.optimizer, path))

@@ -163,7 +163,7 @@ def test_a_converted_parameter_is_refused():
     "a frozen bias or norm is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
 )
 def test_a_plain_parameter_that_is_unfrozen(kind):
-    """It raises with or without a gradient on this rank, until it is frozen again or another optimizer trains it."""
+    """An unfrozen parameter raises, with or without a gradient, until it is frozen or another optimizer trains it."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
     zerocast.quantize_(model, {"0.weight": "nvfp4"})
     model[1].requires_grad_(False)
@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_weight(monkeypatch):
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_verify_every(every: int) -> None:
-    """What each step says if rank 1 flips a bit after every cast but the first, as a faulty kernel would."""
+    """`verify_every` finds a bit that rank 1 flips after every cast but the first, as a faulty kernel would."""
     trainer = Trainer(Run(config=ZeroConfig(bucket_size=4096, verify_every=every)))
     gathers, weight = trainer.optimizer._weights.gather, trainer.probe.get_parameter("nv")
     start: Callable[[CastPlan], None] = gathers.start

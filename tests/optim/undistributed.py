@@ -98,7 +98,7 @@ class Undistributed:
         self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = map(np.asarray, (p, m, v))
 
     def _in_8_bits(self, name: str, m: F32, v: F32) -> tuple[F32, F32]:
-        """What is kept of the moments of a whole weight."""
+        """Return the moments of a whole weight, rounded to 8 bits."""
         columns = m.shape[-1] if m.ndim else 1
         whole = [0, 0, m.size, 0, 0, columns, 0, m.size, -1, -1, zlib.crc32(name.encode())]
         codes = torch.zeros(m.size, dtype=torch.int8), torch.zeros(m.size, dtype=torch.uint8)
@@ -110,7 +110,7 @@ class Undistributed:
         return kept_m.view(m.shape).numpy(), kept_v.view(v.shape).numpy()
 
     def state(self, name: str) -> dict[str, F32]:
-        """What the update of a parameter keeps, by the names of torch.optim."""
+        """Return the moments of a parameter, by the names of torch.optim."""
         return {"exp_avg": self.exp_avg[name], "exp_avg_sq": self.exp_avg_sq[name]}
 
     def _cast(self, name: str) -> None:
