@@ -45,7 +45,7 @@ class Apart:
 
     @property
     def shared(self) -> int:
-        """How many storages both backends were handed."""
+        """The number of storages that both backends were handed."""
         return len(self.of[DEVICE].keys() & self.of[HOST].keys())
 
 
@@ -74,7 +74,9 @@ def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
 def cast_and_gather(
     cases: tuple[Weight, ...], piece: int, steps: int = 1, mixed: bool = False
 ) -> tuple[Outcome, int, set[str]]:
-    """What a plan with masters on the host makes, the storages that two devices were handed, and which backends had any."""
+    """Return the outcome of a plan with masters on the host, the number of storages that both devices were
+    handed, and the backends that had any.
+    """
     with apart(piece, mixed) as found:
         outcome = sharded.cast_and_gather(cases, DEVICE, steps)
         return outcome, found.shared, {name for name, storages in found.of.items() if storages}

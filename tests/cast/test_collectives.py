@@ -41,7 +41,7 @@ def count_collectives(cases: tuple[Weight, ...]) -> list[dict[str, int]]:
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("count", [1, None])
 def test_one_all_reduce_a_cast(ranks: Ranks, offset: int, count: int | None) -> None:
-    """Of one weight or thirty, of one format or six, with neighbours of odd cuts in it or not."""
+    """The number of weights, their formats and odd cuts between them do not change the number of collectives."""
     cases = every_format(3, offset)[:count]
     for first, second, processing in ranks(3)(count_collectives, cases):
         assert first == second == {"c10d.allreduce_": 1}

@@ -115,7 +115,7 @@ def test_the_scale_of_a_host_is_read_and_never_written() -> None:
 
 @flat
 def test_launches_do_not_grow_with_the_weights(flat: bool) -> None:
-    """Of weights in flat buffers; others take more."""
+    """Weights in flat buffers take one launch. Others take one each."""
     weights = [QuantizedWeight.empty((16, 16), FORMATS[0]) for _ in range(40)]
     for name in ("scale", "amax_history") if flat else ():
         into_flat_buffer(weights, name)
@@ -124,7 +124,7 @@ def test_launches_do_not_grow_with_the_weights(flat: bool) -> None:
 
 
 def test_a_whole_value_is_scaled_by_the_amaxes_before_it() -> None:
-    """As in every cast; only a weight that is made takes the scale of its first value."""
+    """Casting a whole value is a cast like any other: only a new weight takes the scale of its first value."""
     layer, value = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
     quantize_(layer, Recipe({"weight": "fp8_delayed"}))
     for factor in (1, 16):

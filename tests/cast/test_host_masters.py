@@ -51,8 +51,8 @@ def test_skips_and_histories(world: int, seed: int) -> None:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
 def test_shard_storage_of_the_caller(fmt: str) -> None:
-    """Of elements [33, 700), in two directions for mxfp8: the bytes of masters on the device, and no other, where the storage
-    is at the cast.
+    """A cast fills the caller's storage of elements [33, 700) from masters on the host as from those on the
+    device, also after the storage moves, and in both directions of mxfp8.
     """
     master, found = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1)[33:700].clone(), []
     for on_host in (True, False):
@@ -152,7 +152,7 @@ def test_a_gpu_never_holds_the_masters_nor_a_graph_their_cast() -> None:
     ],
 )
 def test_plain_masters_are_rounded_in_pieces(device: str) -> None:
-    """As torch rounds them; the master may be written once the call returns."""
+    """Rounding is torch's, and the master may be written once the call returns."""
     master = torch.from_numpy(lcg_matrix(300, 512, 3)).view(-1)
     expected, rounded = master.bfloat16(), torch.full((master.numel(),), torch.nan, dtype=torch.bfloat16, device=device)
     with mock.patch.object(cpu_masters, "PIECE", 1000):

@@ -51,7 +51,7 @@ def test_a_cast_makes_few_calls(fmt: str) -> None:
 
 @pytest.mark.parametrize("prepare", [zerocast.quantize_, zerocast.fsdp2.prepare])
 def test_quantizing_calls_in_proportion_to_the_weights(prepare: Callable[..., object]) -> None:
-    """It looks at every module once, and not once for every weight."""
+    """Quantizing looks at every module once, and not once for every weight."""
     few, many = (torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(count)) for count in (20, 160))
     prepare(torch.nn.ModuleList([torch.nn.Linear(32, 32)]), {"*.weight": "nvfp4"})  # what is made once
     calls = [calls_of(partial(prepare, model, {"*.weight": "nvfp4"})) for model in (few, many)]

@@ -36,7 +36,7 @@ def test_no_weights_is_no_work() -> None:
 
 
 def test_a_frozen_weight_needs_no_master(backend: str) -> None:
-    """It is cast once, by whoever has its values, and left alone after that."""
+    """A frozen weight is cast once, by whoever has its values, and left alone after that."""
     frozen, trained = (casts.cast_whole("nvfp4", master_of(seed).view(SHAPE)) for seed in (1, 2))
     before, master = casts.bytes_of(frozen), master_of(3)
     plan = CastPlan([frozen, trained], [None, master], [None, 0], ONE_PROCESS, backend=backend)
@@ -99,7 +99,7 @@ def test_each_of_several_masters_in_one_storage_is_followed(backend: str, on_hos
 
 
 def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
-    """Of the same span: a host that makes its shards anew. Another span is refused, and nothing is taken."""
+    """A host may make its shards again, of the same span. Another span is refused, and nothing is taken."""
     weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), lcg_matrix(16, 32, 0)
     flat = torch.from_numpy(master).view(-1)
     plan = CastPlan([weight], [flat[:100].clone()], [0], ONE_PROCESS, backend=backend)

@@ -163,7 +163,7 @@ def test_while_it_trains(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["nvfp4:exact_in_fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_verify_where_each_of_a_group_is_gathered_at_another_time(fmt: str) -> None:
-    """What the others have stored stands for their amax, which exact scales store in another form."""
+    """`verify` takes the amax of the others from what they have stored, which exact scales store in another form."""
     sharded(fmt, "cpu", apart=True)
 
 

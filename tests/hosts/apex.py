@@ -120,7 +120,7 @@ class Fused(HostUnderTest):
         }
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Of quantized weights: others are Apex's."""
+        """Return the buffers of quantized weights; Apex owns the other parameters."""
         held = {name: weight.state.buffers for name, weight in self._run.weights.items()}
         return {name: {key: t for key, t in buffers.items() if t is not None} for name, buffers in held.items()}
 

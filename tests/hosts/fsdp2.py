@@ -76,7 +76,7 @@ class Prepared(HostUnderTest):
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
-        """What raises within torch's own optimizer, or a backward pass of FSDP2, is theirs."""
+        """Leave out torch's own optimizer and backward passes of FSDP2, whose errors are torch's."""
         found = {"gather": {"again"}, "load": {"again", "load"}}
         return found if variant == "AdamW" else {"step": {"again", "load"}, **found}
 
@@ -197,7 +197,7 @@ class Prepared(HostUnderTest):
 
 
 def _read(weight: zerocast.QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
-    """What products read: delayed scaling is the shard's, and columnwise scales without codes lie there for nobody."""
+    """Yield the buffers that products read: no delayed scaling, which the shard keeps, and no scales without codes."""
     for key, buffer in weight.state.buffers.items():
         codes = weight.state.buffers.get(f"{key.partition('_')[0]}_data")
         is_global = key == "amax" and weight.format.amax_policy is not AmaxPolicy.DELAYED

@@ -100,7 +100,7 @@ class Megatron(HostUnderTest):
         self.run.optimizer.step()
 
     def save(self, number: int) -> None:
-        """As `dp_reshardable` checkpoints hold it."""
+        """Save what a `dp_reshardable` checkpoint holds."""
         path, partial = self.folder / f"{number}.{dist.get_rank()}", self.folder / f"partial_{dist.get_rank()}"
         torch.save(self._attached.saved(), partial)
         dist.barrier()
@@ -124,7 +124,7 @@ class Megatron(HostUnderTest):
         return super().mend()
 
     def everything(self) -> casts.Bytes:
-        """As this rank holds it."""
+        """Return the state that this rank holds."""
         return self._attached.everything()
 
     def whole(self) -> dict[str, Tensor]:

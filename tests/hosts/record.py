@@ -46,7 +46,7 @@ class Shown(NamedTuple):
 
 
 def shown_by(mark: pytest.Mark, parameters: Mapping[str, Any], on_gpu: bool) -> set[Shown]:
-    """What a test with this mark and these parameters shows. ValueError for a host that the table does not know."""
+    """Return what a test with this mark and these parameters shows. ValueError for a host that the table lacks."""
     said = {"ranks": lambda world: world, **mark.kwargs}
     if said["host"] not in HOSTS:
         raise ValueError(f"shows(host={said['host']!r}): the hosts of the table are {', '.join(HOSTS)}")

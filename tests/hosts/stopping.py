@@ -164,7 +164,7 @@ def _attempts(loop: HostUnderTest) -> dict[str, Callable[[], None]]:
 
 
 def _go_on(loop: HostUnderTest, steps: int) -> None:
-    """What somebody does whose call has raised on all ranks and says that it can be taken again."""
+    """Go on like a loop whose call raised on all ranks with an error that says it can be called again."""
     loop.forget()
     loop.save(steps)
     for step in range(steps, LAST_STEP):

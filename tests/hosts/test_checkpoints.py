@@ -15,7 +15,9 @@ from zerocast import verify
 
 
 def interrupted(host: str, variant: str, folder: str) -> list[str]:
-    """What differs from an uninterrupted run right after loading, into a run that had another life, and two steps later."""
+    """Load into a run with another history. Return what differs from an uninterrupted run right after it, and
+    two steps later.
+    """
     with find(host).inside(variant):
         straight, resumed = find(host)(folder, variant), find(host)(folder, variant)
         for number in range(3):
@@ -115,7 +117,7 @@ def test_tools_without_zerocast_read_checkpoints(ranks: Ranks, tmp_path: Path) -
 
 
 def that_do_not_fit(host: str, folder: str) -> tuple[list[str], list[str]]:
-    """What is said, and what it changed."""
+    """Return the errors of states that do not fit, and what loading them changed."""
     variant = find(host).VARIANTS[0]
     with find(host).inside(variant):
         run, said = find(host)(folder, variant), []

@@ -1,4 +1,6 @@
-"""What raises half-way leaves a host that says so at every call until it is made whole, or nothing: never wrong bits."""
+"""An error half-way through a call leaves the host either unchanged, or refusing every call until it is
+repaired: never with wrong bits.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -34,7 +36,7 @@ class Repeated:
         return {"load": self.run.load, **self.run.refreshes(), **self.run.phases(2)}
 
     def places(self, where: str) -> list[int]:
-        """Where the operators of a phase are called, in order."""
+        """Return the places at which the operators of a phase are called, in order."""
         operators = Places()
         for name, call in self.calls().items():
             with operators if name == where else OutOfMemory(-1):
@@ -79,7 +81,7 @@ class Repeated:
 
 
 def went_on(run: HostUnderTest) -> list[str]:
-    """What does not say that masters or weights are of different steps, or saved them."""
+    """Return the calls that do not refuse a partial state with the reason, and the files that they left."""
     found, before = [], sorted(path.name for path in run.folder.iterdir())
     for name, call in run.guarded().items():
         try:
@@ -147,7 +149,7 @@ def test_every_operator(ranks: Ranks, tmp_path: Path, host: str, variant: str, w
 
 
 def continued(host: str, variant: str, folder: str) -> list[str]:
-    """What differs two steps after a load from what it is in a run that nothing befell."""
+    """Return what differs from an undisturbed run two steps after a load."""
     with find(host).inside(variant):
         straight, resumed = find(host)(folder, variant), find(host)(folder, variant)
         first = resumed.load()
@@ -159,7 +161,9 @@ def continued(host: str, variant: str, folder: str) -> list[str]:
 
 
 def alone() -> list[Any]:
-    """Where a rank fails alone, and how; of every run is one of each fault, in the middle of a collective of each host's cast."""
+    """Return the cases in which one rank fails alone. Those of every run have two ranks, no SIGSTOP, and
+    the middle of an all_reduce_max for their place.
+    """
     found = []
     for host in HOSTS:
         first = find(host).VARIANTS[0]

@@ -26,7 +26,7 @@ MARGIN = 30.0  # for NCCL's watchdog to notice, and for the process to end
 
 @pytest.mark.parametrize(("host", "variant"), variants())
 class TestOnGpus:
-    """Of each host's first variant."""
+    """Tests of each host's first variant."""
 
     pytestmark = gpus(2)
 

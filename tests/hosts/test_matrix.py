@@ -95,7 +95,7 @@ CALLS: dict[str, Callable[[HostUnderTest], Values]] = {
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a parameter of some kind.
+    """An event that happens to parameters of some kind.
 
     Attributes:
         happens: does it, as somebody does who knows no better.
@@ -146,7 +146,7 @@ def write_frozen(run: HostUnderTest, kind: str) -> None:
 
 
 class Broken(Exception):
-    """What an event lets a call raise."""
+    """The error of a call that is broken off on purpose."""
 
 
 def broken(place: Place, call: Callable[[], object]) -> None:
@@ -271,7 +271,7 @@ def run_of(host: str, folders: Iterator[str], event: str) -> HostUnderTest:
 
 
 def attempt(call: Callable[[], Values]) -> "Values | str":
-    """What a call returns, or the error that it raises."""
+    """Return the result of a call, or its error as text."""
     try:
         return call()
     except (RuntimeError, ValueError, TypeError, AssertionError, zerocast.VerificationError) as error:
@@ -279,7 +279,7 @@ def attempt(call: Callable[[], Values]) -> "Values | str":
 
 
 def outcomes(host: str, folders: Iterator[str], event: str, kind: str) -> dict[str, "Values | str"]:
-    """What every use gives after the event: backward passes in a run of their own."""
+    """Return the result of every use after the event. A backward pass has a run of its own."""
     run = run_of(host, folders, event)
     x = inputs(9, grad=True)
     loss = run.product(x).float().square().mean()
@@ -315,7 +315,7 @@ def expected(host: str, folders: Iterator[str], event: str, kind: str, happened:
 
 
 def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
-    """What becomes of every use on any rank, with what was said or is wrong."""
+    """Return the answer to every use on all ranks, with the error or the difference."""
     folders = (f"{folder}/{number}" for number in itertools.count())
     with find(host).inside(ALL_KINDS):
         found = outcomes(host, folders, event, kind)

@@ -53,12 +53,12 @@ class HostUnderTest(abc.ABC):
 
     @classmethod
     def inside(cls, variant: str) -> AbstractContextManager[Any]:
-        """What the host needs around it on this rank."""
+        """Return the context in which the host runs on this rank."""
         return nullcontext()
 
     @classmethod
     def remedies(cls, variant: str) -> Mapping[str, set[str]]:
-        """What there may be to do when memory has run out, by the phase, load or refresh in which it may."""
+        """Return the outcomes to expect when memory runs out, by the phase, load or refresh in which it does."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -78,7 +78,7 @@ class HostUnderTest(abc.ABC):
         """The newest checkpoint; returns its steps."""
 
     def refreshes(self) -> Calls:
-        """What makes weights anew from masters as they are, and is not another step of delayed scaling."""
+        """Return the calls that cast weights again from unchanged masters, without a step of delayed scaling."""
         return {}
 
     def everything(self) -> casts.Bytes:
@@ -124,7 +124,7 @@ class HostUnderTest(abc.ABC):
             call()
 
     def step_again(self) -> None:
-        """What somebody tries who caught an error: the optimizer alone."""
+        """Call the optimizer alone, like a loop that has caught an error."""
         self.phases(0)["step"]()
 
     # -- what `test_matrix.py` asks of the variant ALL_KINDS
@@ -143,7 +143,7 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def recast(self) -> None:
-        """What the documentation says to call after masters were written by hand."""
+        """Make the call that the documentation asks for after masters were written by hand."""
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:

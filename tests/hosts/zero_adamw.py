@@ -154,7 +154,7 @@ class Zero(HostUnderTest):
         }
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Of plain parameters too; a columnwise scale without codes lies there for nobody."""
+        """Return the buffers of all parameters, plain ones too, without columnwise scales that have no codes."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._probe.named_parameters():
             held: dict[str, Any] = {"rowwise_data": parameter.data}

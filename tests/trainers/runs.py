@@ -26,8 +26,9 @@ MUON = ", Muon"  # ends the name of a run whose optimizer is ZeroMuon
 
 
 class Seen(nn.Module):
-    """It remembers its inputs, with frozen parts, plain and quantized, with tied weights and a persistent buffer that counts them;
-    resumed, it begins otherwise. Cast again from its values, the frozen weight in mxfp8 would have other bytes.
+    """A model that remembers its inputs, with frozen parts, plain and quantized, tied weights, and a
+    persistent buffer that counts the inputs. A resumed run initializes it with another seed. Cast again
+    from its values, the frozen weight in mxfp8 would have other bytes.
     """
 
     def __init__(self) -> None:

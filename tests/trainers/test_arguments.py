@@ -162,7 +162,7 @@ def test_a_save_that_is_interrupted_leaves_no_masters_of_an_earlier_run(tmp_path
 
 
 def test_a_plain_parameter_that_is_unfrozen_raises(tmp_path: Path) -> None:
-    """Of an optimizer that the Trainer builds, too."""
+    """An optimizer that the Trainer builds also refuses a parameter that is unfrozen later."""
     trainer = trainer_of(tmp_path)
     trainer.train()
     trainer.model.model.norm.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What trainers on one rank answer to misuse. What they answer to gradients that are not reduced: `unreduced.py`."""
+"""Answers of trainers on one rank to misuse. `unreduced.py` has those to gradients that are not reduced."""
 
 from pathlib import Path
 from unittest import mock

@@ -32,13 +32,13 @@ def trainer(request) -> str:
 
 
 def run(trainer: str, folder: Path, steps: int, world: int, resume: Path | None = None) -> list[dict[str, Any]]:
-    """What each rank of a run found."""
+    """Return the report of each rank of a run."""
     arguments = ["tests.trainers.runs", trainer, str(folder), str(steps), str(resume or "")]
     return launched(arguments, folder.parent / f"report-{folder.name}", world)
 
 
 def as_a_module(folder: Path, module: str, *arguments: str) -> None:
-    """As `python -m` runs it."""
+    """Run a module like `python -m`."""
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.argv = [module, *arguments]

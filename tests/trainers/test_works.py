@@ -158,7 +158,9 @@ def test_adapters_of_peft(tmp_path: Path) -> None:
 
 
 def test_merge_and_unload(tmp_path: Path) -> None:
-    """It adds in place, so it raises with nothing changed; beside plain weights it is the sum, which can be quantized again."""
+    """Merging adds in place, so it raises with nothing changed. With plain weights it gives the sum, which can
+    be quantized again.
+    """
     adapted = adapters_of_peft()
     trainer = trainer_of(tmp_path, adapted, save_strategy="no")
     trainer.train()
@@ -225,7 +227,7 @@ def test_device_map(tmp_path: Path, ordinary: list[float]) -> None:
 
 
 def test_push_to_hub(tmp_path: Path) -> None:
-    """What is sent is the folder that the Trainer saves, with the masters and without the state. No network is used here."""
+    """The Trainer pushes the folder that it saves, with the masters and without the state. No network is used here."""
     sent: dict[str, Any] = {}
 
     def upload(**given: Any) -> Any:
@@ -293,7 +295,9 @@ def test_buffers_that_grow(tmp_path: Path) -> None:
 
 
 def test_save_pretrained(tmp_path: Path) -> None:
-    """It asks for the storage of each tensor. Masters are what it can be given."""
+    """`save_pretrained` asks for the storage of each tensor, which quantized weights refuse. It can be given
+    the masters.
+    """
     net = model()
     optimizer = ZeroAdamW(net.named_parameters())
     error = error_of(lambda: net.save_pretrained(tmp_path / "bytes"))

@@ -1,5 +1,5 @@
-"""What trainers answer on several ranks to gradients that are not reduced: `-m tests.trainers.unreduced TRAINER REPORT` writes
-(what was said, what was expected) for each rank.
+"""Answers of trainers on several ranks to gradients that are not reduced: `-m tests.trainers.unreduced TRAINER
+REPORT` writes (what was said, what was expected) for each rank.
 """
 
 import json
