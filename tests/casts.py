@@ -86,7 +86,7 @@ def bytes_of(weight: QuantizedWeight) -> Bytes:
 
 
 def unsharded(fmt: str, master: Tensor, nominal: torch.dtype, scale: float = 1.0) -> Bytes:
-    """What a cast must leave, from the function that knows no plan, shard or descriptor."""
+    """Return the bytes that a cast must leave, computed without a plan, shard or descriptor."""
     quantized = reference.quantize(zerocast.get_format(fmt), master, nominal, torch.tensor([scale]))
     held = {name: getattr(quantized, name) for name in CAST_BUFFERS}
     return {name: raw(tensor) for name, tensor in held.items() if tensor is not None}

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long where kernels are interpreted is slow there, what is long for each SIMD level at all but the highest."""
+    """Mark as slow what is long with interpreted kernels there, and what is long at every SIMD level below the highest."""
     lower = [name for name in _at_every_level() if "@" in name][1:]
     for item in items:
         if item.get_closest_marker("long_interpreted") and any(map(is_interpreted, item.callspec.params.values())):

@@ -1,4 +1,4 @@
-"""Where a backend works: its stages on CPU tensors, whatever device they are for."""
+"""Backends where they work: their stages on CPU tensors, whatever device they are for."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def gpu_params() -> list[Any]:
 
 
 def gpus(count: int) -> list[pytest.MarkDecorator]:
-    """What a module that needs this many GPUs is marked with."""
+    """Return the marks of a module that needs this many GPUs."""
     found = torch.cuda.device_count()
     reason = f"needs {count} CUDA devices, there are {found}"
     return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
@@ -44,7 +44,7 @@ def worlds_of_gpus(*counts: int) -> list[Any]:
 
 
 def of(backend: str | None) -> torch.device:
-    """Where its tensors lie; the CPU for none in particular."""
+    """Return the device of a backend's tensors, the CPU for None."""
     return CPU if backend is None or backend in HERE else torch.device("cuda")
 
 

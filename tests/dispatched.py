@@ -19,10 +19,10 @@ class Dispatched(TorchDispatchMode):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each was called."""
+        """The number of calls of each operator."""
         return Counter(self.names)
 
     @property
     def stages(self) -> list[str]:
-        """Those of ours, in their order, without the namespace."""
+        """The operators of zerocast in call order, without their namespace."""
         return [name.removeprefix("zerocast::") for name in self.names if name.startswith("zerocast::")]

@@ -1,4 +1,4 @@
-"""What a process holds: threads, files, memory, objects of ours and tensors, process groups, hooks; to see whether it grows."""
+"""Counts of what a process holds, to find leaks: threads, files, memory, objects, tensors, process groups, hooks."""
 
 import gc
 import os
@@ -41,5 +41,5 @@ def resident() -> int:
 
 
 def grown(before: Counter[str], after: Counter[str]) -> dict[str, tuple[int, int]]:
-    """What there is more of."""
+    """Return what there is more of, as (before, after)."""
     return {name: (before[name], after[name]) for name in after if after[name] > before[name]}

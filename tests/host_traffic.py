@@ -1,4 +1,4 @@
-"""What crosses between host and device: on the CPU it costs nothing and stays unseen, on a GPU it makes the host wait."""
+"""Values that cross between host and device, which costs nothing on the CPU and makes the host wait on a GPU."""
 
 from typing import Any
 

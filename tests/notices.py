@@ -40,7 +40,7 @@ def marked() -> dict[Row, list[str]]:
 
 
 def _rows(decorator: ast.expr) -> list[Row]:
-    """What a mark says, of one host or of several; literals only."""
+    """Return the rows of a mark, one for each host. It may hold literals only."""
     if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.notices"):
         return []
     (mistake,) = map(ast.literal_eval, decorator.args)

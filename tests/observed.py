@@ -1,4 +1,4 @@
-"""What a piece of code logs, code in debug mode, and what is the same on all ranks."""
+"""Observers of a piece of code: what it logs, debug mode, and whether results are the same on all ranks."""
 
 import contextlib
 import logging

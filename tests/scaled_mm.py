@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 
 
 def place(i: int, j: int, columns: int) -> int:
-    """Where cuBLAS looks for scale (i, j) of a buffer with so many columns."""
+    """Return the index at which cuBLAS looks for scale (i, j) of a buffer with so many columns."""
     return ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 

@@ -1,4 +1,4 @@
-"""Which parameters a test is run with every time, and which are left to the slow tests, so that the sum of time stays small."""
+"""The choice of the parameters that run every time. The others are slow tests, so that the sum of time stays small."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

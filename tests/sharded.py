@@ -48,7 +48,7 @@ class Weight:
         return self.master(step).view(-1)[start:stop].clone(), start
 
     def owned(self) -> NDArray[np.bool_]:
-        """Which elements any rank owns, flat."""
+        """Return a flat mask of the elements that any rank owns."""
         mask = np.zeros(math.prod(self.shape), bool)
         for start, stop in self.spans:
             mask[start:stop] = True
@@ -198,7 +198,7 @@ class Sharded(Gathered):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank holds after each step, by weight, and what it found wrong on the way.
+    """The bytes that a rank holds after each step, by weight, and its complaints on the way.
 
     A rank that raises costs the pool its processes; a complaint costs nothing, so that hypothesis can shrink.
     """
@@ -227,7 +227,7 @@ def cast_and_gather(
 
 
 def assert_unsharded(outcome: Outcome, cases: tuple[Weight, ...], what: str, step: int = 0) -> None:
-    """What a rank holds after its last step against the unsharded cast of the masters of `step`."""
+    """Check what a rank holds after its last step against the unsharded cast of the masters of `step`."""
     assert not outcome.complaints, what
     for case, found in zip(cases, outcome.steps[-1], strict=True):
         casts.assert_same_bytes(found, expected(case, step=step), f"{what}, {case}")

@@ -1,4 +1,4 @@
-"""What `import zerocast` brings along: no compiler, which takes seconds, no triton, which fixes whether kernels are
+"""`import zerocast` brings along no compiler, which takes seconds, no triton, which fixes whether kernels are
 interpreted, and nothing that changes torch for the process.
 """
 

@@ -1,4 +1,4 @@
-"""How a run of the tests ends: a skip that is not expected fails it."""
+"""A run of the tests fails if it skips a test that is not expected to be skipped."""
 
 import subprocess
 import sys

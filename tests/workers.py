@@ -72,7 +72,7 @@ def preload(module: str) -> None:
 
 
 def threads(process: int | None) -> int:
-    """How many threads a process has; 0 where the system does not list them."""
+    """Return the number of threads of a process, 0 where the system does not list them."""
     listed = Path(f"/proc/{process}/task")
     return len(list(listed.iterdir())) if listed.is_dir() else 0
 

@@ -58,7 +58,7 @@ needs_apex = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def device() -> str:
-    """Where Apex runs on this rank."""
+    """Return the type of the device on which Apex runs."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 

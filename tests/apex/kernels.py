@@ -28,7 +28,7 @@ def f32(value: float) -> float:
 
 
 def corrections(betas: tuple[float, float], step: int) -> list[float]:
-    """Of the bias, f32, from betas that are f32 already."""
+    """Return the f32 bias corrections for betas that are already f32."""
     return [f32(1 - f32(beta) ** step) for beta in betas]
 
 

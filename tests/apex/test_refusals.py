@@ -290,7 +290,7 @@ def test_without_quantized_weights(host_ranks: Ranks) -> None:
 
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if nothing of either package had been imported, afterwards too."""
+    """Let a test import both packages afresh, and leave nothing of its imports behind."""
     names = [n for n in sys.modules if n == "apex" or n.startswith(("apex.", PACKAGE))]
     for name in names:
         monkeypatch.delitem(sys.modules, name)

@@ -78,7 +78,7 @@ class Run:
         return {name: saved["state"][key] for name, key in self.optimizer._keys(saved).items()}
 
     def wrong(self) -> list[str]:
-        """What of the live bytes is not the unsharded cast of the gathered masters; stale columnwise copies too."""
+        """Return the live bytes that differ from the unsharded cast of the gathered masters, stale copies included."""
         found = []
         state = self.state()
         for name, weight in self.weights.items():
@@ -108,7 +108,7 @@ def _groups(replicas: int) -> dict[str, Any]:
 
 
 def train(case: Case) -> list[str]:
-    """What is wrong before the first step and after each of them."""
+    """Return the differences before the first step and after each step."""
     with host_on_cpu():
         run = Run(case)
         wrong = run.wrong()
@@ -146,7 +146,9 @@ def _bytes(bucket: Bucket) -> int:
 
 
 def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:
-    """Of models whose ranks were initialised differently: names, whether masters are rank 0's values, what is wrong."""
+    """Start from models that ranks initialised differently. Return the names, whether masters are rank 0's
+    values, and the differences.
+    """
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64)).to(device())
     start = [model[0].weight.detach().clone(), model[1].weight.detach().clone(), model[1].bias.detach().clone()]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: events and launches. At a small scale; `make bench` is the measurement."""
+"""Events and launches, which only a GPU has, at a small scale. `make bench` is the measurement."""
 
 import pytest
 import torch

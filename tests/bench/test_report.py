@@ -1,4 +1,4 @@
-"""What a report says of its measurements: floors, peers, regressions, JSON and Markdown."""
+"""Reports of measurements: floors, peers, regressions, JSON and Markdown."""
 
 import json
 from pathlib import Path

@@ -89,7 +89,7 @@ def test_moments_in_8_bits_are_rounded(ranks: Ranks, host: str) -> None:
 
 
 def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
-    """Where blocks compile, they train as the eager ones do."""
+    """Compiled blocks train as the eager ones do."""
     chosen = replace(TINY, variants=("fsdp2:bf16", "zero_adamw:fp8_current"), modes=("compiled", "eager"))
     report = ranks(1)(ran, chosen, timeout=120.0)[0]
     assert report["failures"] == []

@@ -38,7 +38,7 @@ def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, s
 
 
 def test_cut_blocks_are_read_once_more():
-    """Of 195 rows the shard holds 97.5: three rows of tiles and a part of the fourth, and no row of 128x128 blocks."""
+    """A shard of 97.5 of 195 rows has three rows of tiles and a part of the fourth, and no row of 128x128 blocks."""
     third = Workload("third", ((256, 192),), 2, rank=0, world=4)
     cut = Workload("cut", ((195, 192),), 2, rank=0, world=4)
     assert third.cut(get_format("fp8_block")) == 0

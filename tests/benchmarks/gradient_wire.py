@@ -1,4 +1,4 @@
-"""What gradients that travel as FP8 (`ZeroConfig.grad_wire`) cost in accuracy, on a CPU.
+"""Measure the accuracy that gradients in FP8 (`ZeroConfig.grad_wire`) cost, on a CPU.
 
 `errors`: the reduced gradient of the GPT example beside the exact mean of what the ranks hold in bf16, at 2, 4 and 64 ranks that
 this process plays one after another. A ring in bf16 adds around the ranks and rounds every partial sum, as NCCL's does.
@@ -79,7 +79,7 @@ def sum_in_fp32(given: Tensor) -> Tensor:
 
 
 def fp8_messages(given: Tensor) -> Tensor:
-    """What an owner of everything adds up."""
+    """Return the sum by an owner of all elements."""
     ranks, numel = given.shape
     backend, nbytes = backends.choose(CPU), GradientMessage(numel).nbytes
     messages, out = torch.empty(ranks, nbytes, dtype=torch.uint8), torch.empty(numel)

@@ -110,7 +110,7 @@ def last(runs: list[dict[str, Any]]) -> Losses:
 
 
 def distances(found: Losses, row: str, other: str) -> list[float]:
-    """How far the mean loss of a row is above that of another one, seed by seed."""
+    """Return how far the mean loss of a row is above that of another one, seed by seed."""
     theirs = found.get(other, {})
     return [fmean(found[row][seed]) - fmean(theirs[seed]) for seed in sorted(found[row].keys() & theirs.keys())]
 

@@ -1,4 +1,6 @@
-"""What all commands have in common: help with an example and the exit status, JSON, an error for what is no command."""
+"""Options and errors that all commands share: help with an example and the exit status, JSON, and an error for
+an unknown command.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -47,7 +47,7 @@ def test_every_stage_of_a_step_takes_part() -> None:
 
 
 def test_lines_are_streamed(monkeypatch, capsys):
-    """What is known before the self-test is said before it."""
+    """Lines that need no self-test appear before it."""
 
     def looked_at(*_: Any) -> list[Any]:
         assert "self-test against the reference, seed" in capsys.readouterr().out

@@ -26,7 +26,7 @@ def check_same(one: Path, other: Path) -> None:
     ("fmt", "naming", "share"), [("nvfp4", "compressed-tensors", "llama"), ("fp8_block", "deepseek", ())]
 )
 def test_a_run_is_exported_as_its_live_model(tmp_path: Path, fmt: str, naming: str, share: Any) -> None:
-    """What was shared in training is shared in the export, without being asked for."""
+    """Weights that were shared in training are shared in the export, without an option."""
     model = quantized("llama", fmt, share)
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-3)
     optim.save(optimizer, tmp_path / "checkpoint")

@@ -35,7 +35,7 @@ def exported(capsys: Any, to: str, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["file", "safetensors", "safetensors_folder", "dcp"])
 def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) -> None:
-    """Which an optimizer takes, and which comes back out the same."""
+    """An optimizer takes the exported checkpoint, and exporting it back gives the same values."""
     (tmp_path / "in").mkdir()
     state = values(SHAPES, torch.bfloat16)
     source = KINDS[kind](state, tmp_path / "in")

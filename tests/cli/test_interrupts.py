@@ -25,7 +25,7 @@ NOISE = ("import time:", "[W", "Warning:", "warnings.warn")
 
 @pytest.fixture(autouse=True)
 def python_handles_the_signal() -> Iterator[None]:
-    """As in a terminal: a job of the background, which a test run may be, ignores it."""
+    """Install Python's handler, as in a terminal. A background job, which a test run may be, ignores the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -33,7 +33,7 @@ def python_handles_the_signal() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its status, what it said, and the processes that it left."""
+    """The end of a command: its status, its output, and the processes that it left."""
 
     status: int
     said: list[str]
@@ -123,7 +123,7 @@ def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> 
 
 
 def press(*_: Any, **__: Any) -> None:
-    """What a terminal sends, to this process."""
+    """Send this process what a terminal sends for Ctrl-C."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.01)
 
@@ -179,7 +179,7 @@ def test_nothing_half_written_is_left_of_an_export(tmp_path: Path, monkeypatch: 
 
 
 def press_for_a_failure(*_: Any) -> None:
-    """What torch's writer makes of it when the KeyboardInterrupt comes out of its C++."""
+    """Raise what torch's writer makes of a KeyboardInterrupt that passes through its C++."""
     try:
         press()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What a user may mistype or misjudge gets one sentence and status 2, and never a traceback."""
+"""Commands answer a user's mistakes with one sentence and status 2, never a traceback."""
 
 import os
 import subprocess

@@ -153,7 +153,7 @@ def test_published_models(name):
 
 
 def test_what_is_left_for_activations(capsys):
-    """Of the memory that torch reports of a GPU; nothing is left of an H100 by 70 billion parameters on 8 ranks."""
+    """The plan uses the memory that torch reports of a GPU. 70 billion parameters on 8 ranks leave nothing of an H100."""
     assert main(["plan", "llama3-8b"]) == 0
     left = [line.split()[3:] for line in capsys.readouterr().out.splitlines() if line.endswith(("49.6", "110.3"))]
     assert left == [["58.9", "56.0", "49.6"], ["119.6", "116.7", "110.3"]]
@@ -228,7 +228,7 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
 
 
 def test_moments_in_8_bits_are_what_was_planned(ranks):
-    """What is held of them, and the all-reduce of groups that ranks cut, of which rows of 200 elements have some."""
+    """The plan counts the moments, and the all-reduce of groups that ranks cut. Rows of 200 elements have such groups."""
     config = ZeroConfig(bucket_size=2**17, moment_dtype="8bit")
     planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=PlannedConfig.from_zero_config(config)))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)

@@ -19,7 +19,7 @@ STACK = 512 * 1024  # bytes of a thread
 
 
 class Exchange:
-    """Where the ranks meet: one runs at a time, up to its next collective, and when all are there they go on with the result.
+    """The meeting point of simulated ranks. One runs at a time, up to its next collective. When all are there they go on.
 
     `log` holds (collective, bytes of rank 0's part) in order.
     """
@@ -32,7 +32,7 @@ class Exchange:
         self._result: Any = None
 
     def meet(self, rank: int, kind: str, part: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What `combine` makes of the parts of all ranks."""
+        """Wait for all ranks. Return what `combine` makes of their parts."""
         self._parts[rank] = kind, part, combine
         self._back.release()
         self._turns[rank].acquire()

@@ -28,7 +28,7 @@ def in_more_groups() -> list[float]:
 
 
 def in_more_groups_of_their_own() -> list[float]:
-    """As of torch 2.14 they have made other numbers of groups then, by which torch names its own."""
+    """Make another number of groups on each rank. As of torch 2.14 their count names torch's groups."""
     world = dist.distributed_c10d._world
     made = world.group_count
     own = [dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(dist.get_rank())]
@@ -89,7 +89,7 @@ def test_nothing_but_the_group_is_left_behind() -> None:
 
 @on_ranks(2)
 def test_a_group_has_one_cpu_twin() -> None:
-    """Whose collectives meet those of the twin only, whatever the order in which ranks start them."""
+    """Collectives of the twin never meet those of the group, whatever the order in which ranks start them."""
     group, rank = Group.of(None), dist.get_rank()
     twin = group.cpu_twin()
     assert twin.handle is group.cpu_twin().handle is not group.handle

@@ -29,7 +29,9 @@ def weight(fmt: str, rows: int = 32, columns: int = 32) -> QuantizedWeight:
 
 @dataclass
 class Passed:
-    """What one rank passes to a plan; a case spoils that of some ranks. Every weight is cut at multiples of two elements."""
+    """The arguments of one rank to a plan, which a case spoils on some ranks. Every weight is cut at multiples
+    of two elements.
+    """
 
     rank: int
     world: int
@@ -48,7 +50,7 @@ class Passed:
         return first, last
 
     def build(self, group: Simulated) -> Partition:
-        """What a plan does first."""
+        """Make the first steps of building a plan."""
         if self.what != "builds a CastPlan":
             validate_across_ranks(group, [], None, self.what)
         masters: list[Tensor | None] = [torch.empty(stop - start, dtype=self.dtype) for start, stop in self.spans]
@@ -58,7 +60,7 @@ class Passed:
 def built(
     world: int, spoil: Callable[[Passed], object], spoilt: Sequence[int]
 ) -> tuple[list[Any], list[tuple[str, int]]]:
-    """What every rank builds or raises where some ranks pass something else, and the collectives."""
+    """Return the partition or the error of every rank when some ranks pass something else, and the collectives."""
 
     def run(group: Simulated) -> Partition:
         passed = Passed(group.rank, group.size)
@@ -158,7 +160,7 @@ def test_three_small_collectives(world: int) -> None:
 
 
 def exchanged(spans_by_rank: Sequence[Sequence[Span]], items: Sequence[Item]) -> Ownership:
-    """What every rank finds, the same on all."""
+    """Return the ownership that every rank finds, which must be the same on all."""
     found, _ = simulate(len(spans_by_rank), lambda group: exchange_spans(group, items, spans_by_rank[group.rank]))
     assert all(one == found[0] for one in found), found
     assert isinstance(found[0], Ownership), found[0]

@@ -85,7 +85,7 @@ def schedules_alone(trained: Trained) -> None:
 
 
 def is_of_another_step(trained: Trained) -> None:
-    """As after a load of a file that differs between ranks."""
+    """Set another step number on each rank, as after a load of files that differ."""
     trained.backward()
     trained.optimizer._caller.number += dist.get_rank()
 
@@ -187,7 +187,7 @@ def test_out_of_step(ranks: Ranks, mistake: str, late: bool) -> None:
 
 
 def one_rank_cannot_cast(late: bool) -> list[str]:
-    """What a rank is told of a master of another rank that no cast takes, and of casts once it is as it was."""
+    """Return the errors of a cast while no cast takes a master of rank 1, and of casts after it is restored."""
     rank, world = dist.get_rank(), dist.get_world_size()
     part = 32 * 32 // world
     master = torch.randn(part)

@@ -103,7 +103,7 @@ def markdown_files() -> list[Path]:
 
 @contextlib.contextmanager
 def _restored(folder: str) -> Iterator[None]:
-    """What blocks may change of the process is afterwards as it was."""
+    """Restore what blocks may change of the process."""
     here = os.getcwd()
     os.chdir(folder)
     try:

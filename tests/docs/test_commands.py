@@ -50,7 +50,7 @@ def check(words: list[str]) -> None:
 
 
 def words_of(line: str) -> list[str]:
-    """As a shell reads them, without a comment and without what is redirected."""
+    """Return the words of a line as a shell reads them, without comments and redirection."""
     return shlex.split(line.partition(" > ")[0], comments=True)
 
 

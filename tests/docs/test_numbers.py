@@ -90,7 +90,7 @@ def test_the_table_of_the_first_page(name: str) -> None:
 
 
 def test_what_casts_take() -> None:
-    """What both pages promise is what the best and the worst row of the table say."""
+    """Both pages promise what the best and the worst row of the table say."""
     text = " ".join(PAGE.split())
     rows = {(row["row"], row["by"]): row for row in stored("2026-11-21-nvidia-h200-cuda.json")}
     casts = [name for name in CASTS.values() if name.startswith("A cast ")]

@@ -25,7 +25,7 @@ NOT_OURS = {
 
 @functools.cache
 def files() -> frozenset[str]:
-    """Of the repository, whole paths; without one (a copy of the tree), what lies there."""
+    """Return the files of the repository as whole paths, or all that exist in a copy of the tree without git."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -61,7 +61,7 @@ def test_files_that_the_source_names_are_there() -> None:
 
 @pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
 def test_a_page_with_a_table_of_files_names_all(path: Path) -> None:
-    """Where rows begin with files of the page's own folder, the page names every module of it."""
+    """A page whose table has rows for files of its own folder names every module of that folder."""
     text = path.read_text()
     rows = [named for named in ROW.findall(text) if (path.parent / named).is_file()]
     modules = {module.name for module in path.parent.glob("*.py")} - {"__init__.py", "__main__.py", "conftest.py"}

@@ -1,4 +1,4 @@
-"""What a release says of itself: one version, and a first page whose links hold where nothing but that page is shown."""
+"""A release has one version, and a first page whose links work where nothing but that page is shown."""
 
 import os
 import re

@@ -73,7 +73,7 @@ class Nodes:
         _ip("-n", self.names[1], "link", "set", self.interface[1], "up")
 
     def console(self, node: int) -> str:
-        """What the agent of a node and its ranks have said."""
+        """Return the output of a node's agent and its ranks."""
         return (self.folder / f"agent{node}.log").read_text(errors="replace")
 
     def end(self) -> None:

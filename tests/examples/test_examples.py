@@ -211,7 +211,7 @@ def test_a_resumed_log_drops_what_will_be_written_again(tmp_path: Path):
 
 
 def test_a_rank_that_stood_still_does_not_write_into_the_log_that_goes_on(tmp_path: Path):
-    """It was rank 0 of the run before, and wakes up once another process has the log."""
+    """Rank 0 of the run before wakes up after another process has taken over the log."""
     before, after = (RunLog(tmp_path, resumed_at=0, enabled=True) for _ in range(2))
     after.write("train", 1, loss=2.0)
     before.write("train", 1, loss=3.0)
@@ -288,7 +288,7 @@ def test_demo_writes_table_picture_and_json(
 
 
 def test_the_digest_is_of_all_weights(text: Path, tmp_path: Path):
-    """That of the summary. One other bit of any parameter makes another digest."""
+    """The digest in the summary changes with any bit of any parameter."""
     config = tiny(text, tmp_path, format="nvfp4", steps=1)
     summary = train.main(config)
     model = train.build_model(config, torch.device("cpu"))

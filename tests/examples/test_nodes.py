@@ -27,7 +27,7 @@ PARALLEL["hsdp"] += ["--shard-ranks=2"]  # a node is a replica
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a node, and what happens then so that it comes back."""
+    """A fault of a node, and how the node comes back from it."""
 
     strikes: Callable[[Nodes, int], None]
     ends: Callable[[Nodes, int], None]

@@ -30,7 +30,7 @@ TINY = Size(1, TrainConfig(model=GPTConfig(1, 2, 128, 32), steps=3, batch_size=2
 
 
 def records_of(job: Job, validation_loss: float = 2.0, **changes: Any) -> list[Record]:
-    """What a run leaves behind."""
+    """Return the records that a run leaves behind."""
     start = {
         "event": "start",
         "step": 0,

@@ -196,7 +196,7 @@ def decode(element: str, codes: U8) -> F32:
 
 @dataclass(frozen=True)
 class Settings:
-    """What section 1 lets a format vary."""
+    """The settings that section 1 lets a format vary."""
 
     element: str = "e4m3"
     power_of_2_scale: bool = False

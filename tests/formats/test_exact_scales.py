@@ -58,7 +58,7 @@ def test_the_tensor_scale_has_eight_bits() -> None:
 
 
 def test_a_stored_amax_gives_itself() -> None:
-    """Where a weight is verified by what another of its group has stored: for zero, Inf and every bf16 amax."""
+    """Verifying a weight by what another of its group has stored is exact for zero, Inf and every bf16 amax."""
     fmt = get_format(EXACT)
     stored = stored_amax(fmt, torch.cat([torch.tensor([0.0, FLT_MAX, float("inf")]), BF16]))
     assert torch.equal(stored_amax(fmt, amax_of_stored(fmt, stored)), stored)

@@ -103,7 +103,7 @@ def test_casts(seconds: float) -> None:
 
 
 def test_the_fuzzer_finds_a_write_outside_of_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would not be worth much otherwise."""
+    """A fuzzer that missed such a write would not be worth much."""
     cast = CastPlan.cast
 
     def too_far(self: CastPlan) -> None:

@@ -28,7 +28,7 @@ Reader = Callable[[Path], object]
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
-    """What the sources give of each tensor, which is what the file holds at its offsets."""
+    """Read each tensor from the sources, and check it against the file's bytes at its offsets."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     source, found = open_source(path), {}

@@ -125,7 +125,7 @@ def agrees(found: CastCounts, expected: dict[str, float], what: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[Case, dict[str, float], dict[str, float]]]:
-    """What to find after the second cast, and after nothing more."""
+    """Return the values to find after the second cast, and after a third one that changes nothing."""
     found = []
     for case in CASES:
         master, (before, now) = case.masters()[1], map(numpy_counts.buffers_of, case.weights())

@@ -60,7 +60,7 @@ RUNNING = re.compile(r"^(tests/\S+::.*?) *(?=$|\+\+|Fatal)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     path: str
     line: int
@@ -190,7 +190,7 @@ def draw(seed: int, only: str, count: int) -> list[Site]:
 
 
 class Answers:
-    """What earlier runs with this seed have found, in a file; empty once the product has changed."""
+    """The answers of earlier runs with this seed, kept in a file. A change of the product discards them."""
 
     def __init__(self, seed: int, only: str) -> None:
         tree = hashlib.sha256(only.encode())

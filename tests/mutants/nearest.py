@@ -1,4 +1,4 @@
-"""Which tests to ask about a file first: those of its room, then those that name it."""
+"""The choice of tests to run first for a file: those of its room, then those that name it."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Where a source file can be mutated, and how: small mistakes that a test should notice."""
+"""Places where a source file can be mutated: small mistakes that a test should notice."""
 
 import ast
 import copy

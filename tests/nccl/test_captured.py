@@ -28,7 +28,7 @@ def test_replaying_equals_stepping(gpu_ranks, world, case):
 
 
 def test_storage_that_moves_on_the_last_rank(gpu_ranks, world):
-    """That one steps without a graph once, with the collectives of the others' graphs."""
+    """The rank whose storage moves takes one step without a graph, with the collectives of the others' graphs."""
     others = [[True] * 4] * (world - 1)
     found = gpu_ranks(world)(graphs_after_a_move, "cuda", world - 1, timeout=SECONDS)
     assert found == [*others, [True, False, True, True]]

@@ -58,7 +58,7 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that assert, or return complaints
 
 
 def formats_of(case: tuple[Any, ...]) -> tuple[str, ...]:
-    """What a case is known to cover."""
+    """Return the formats that a case is known to cover."""
     if case[0] is test_bits.on_mesh:
         return test_bits.SOME
     return case[1] if case[0] is test_bits.trained else ()
@@ -76,7 +76,7 @@ def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
 
 
 def passes_after_a_change_on_one(grad: bool) -> tuple[int, str]:
-    """How many forward passes went well, and what the next one raised."""
+    """Return the number of forward passes that succeed after a change on one rank, and the error of the next."""
     model = models.sharded(models.Net(models.FEW, 64, 96))
     zerocast.fsdp2.refresh(model)
     if dist.get_rank() == 1:
@@ -253,7 +253,7 @@ def test_products_of_slices_run_on_tensor_cores(gpu_ranks, hopper, fmt):
 
 
 def fallbacks() -> list[str]:
-    """What is logged of weights whose rows no product on tensor cores takes, over two steps."""
+    """Return the log of two steps with weights whose rows no product on tensor cores takes."""
     with logged("zerocast.gemm") as said:
         model = models.sharded(models.Net(("fp8_current",), 64, 90))
         models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2), 64)

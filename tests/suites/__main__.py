@@ -20,7 +20,7 @@ NOTHING_RAN = 5
 
 @dataclass(frozen=True)
 class Compared:
-    """What a suite's tests did without zerocast and with it."""
+    """The results of a suite without zerocast and with it."""
 
     suite: str
     passed_without: frozenset[str]

@@ -1,4 +1,4 @@
-"""What is run of each peer's tests, and what zerocast takes the place of there."""
+"""The suites of peers' tests, and what zerocast replaces in each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ SEQUENCE = 2  # the dimension of `[batch, heads, sequence, channels]`
 
 
 def positions(length: int, ranks: int) -> list[Tensor]:
-    """Of the elements that each rank holds, as torchtitan's default balancer deals them: the n-th part from both ends."""
+    """Return the positions of each rank's elements: the n-th part from both ends, as torchtitan's balancer deals them."""
     parts = torch.arange(length).chunk(2 * ranks)
     return [torch.cat([parts[rank], parts[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 

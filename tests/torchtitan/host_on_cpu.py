@@ -1,4 +1,4 @@
-"""What torchtitan needs to run on the CPU over gloo, in the pool of this suite. The integration needs none of it.
+"""Changes that let torchtitan run on the CPU over gloo, in the pool of this suite. The integration needs none.
 
 * It looks for an accelerator once, when it is imported, and finds the CPU.
 * The CPU has no memory statistics, and no number.

@@ -1,4 +1,4 @@
-"""What torchtitan imports and nothing here uses, where it is missing: `datasets`, which is large, and `tensorboard`."""
+"""Stubs of packages that torchtitan imports and no test uses: `datasets`, which is large, and `tensorboard`."""
 
 import contextlib
 import importlib.util

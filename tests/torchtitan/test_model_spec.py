@@ -33,7 +33,7 @@ if not WHY_NOT:
         from zerocast.integrations.torchtitan.section import recipe_of
 
         class OtherOptimizers(OptimizersContainer):
-            """Of a user, who knows nothing of zerocast."""
+            """Optimizers of a user who knows nothing of zerocast."""
 
             @dataclass(kw_only=True, slots=True)
             class Config(OptimizersContainer.Config):
@@ -197,7 +197,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def build(config: Any, folder: str) -> str:
-    """What a Trainer of torchtitan says to a configuration that Python made."""
+    """Return the error of a Trainer for a configuration that was made in Python."""
     with mock.patch.object(Case, "config", return_value=config):
         return error_of(lambda: trainer(Case(), folder).__enter__())
 

@@ -25,7 +25,7 @@ FLAGS = ("tp", "cp", "fsdp", "dp_replicate", "dp_shard", "pp", "ep")
 
 
 def passes(case: Case, tp: int = 2, cp: int = 1) -> list[dict[str, Any]]:
-    """What a parallelize_fn is told at each call."""
+    """Return what a parallelize_fn is told at each call."""
     seen: list[dict[str, Any]] = []
 
     def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:

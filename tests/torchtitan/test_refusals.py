@@ -1,4 +1,4 @@
-"""What is refused, with the reason, and that the host is otherwise as it was."""
+"""Each configuration that the integration refuses raises with the reason, and leaves the host as it was."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1,
 
 
 def converter_of(case: Case, **degrees: int) -> Any:
-    """What torchtitan builds for this case."""
+    """Return the converters that torchtitan builds for a case."""
     given = DEGREES | degrees
     world = given["dp_replicate"] * given["dp_shard"] * given["cp"] * given["tp"] * given["pp"]
     config = ConfigManager().parse_args(case.arguments("nowhere"))

@@ -11,7 +11,9 @@ from tests.torchtitan.missing_packages import without_datasets
 
 
 def main(result: str, arguments: list[str]) -> None:
-    """What rank 0 writes: losses, digests of everything, complaints about gathered bytes, what `zerocast.verify` finds."""
+    """Train, and write rank 0's losses, digests of all state, differences of gathered bytes, and those that
+    `zerocast.verify` finds.
+    """
     with without_datasets():
         from torchtitan.config import ConfigManager
         from torchtitan.train import Trainer  # for GPUs, before our other modules import it for the CPU

@@ -108,7 +108,7 @@ class Case(training.Case):
         return [*given, *recipe, *self.options]
 
     def config(self, folder: str) -> Any:
-        """What torchtitan makes of its command line."""
+        """Return the configuration that torchtitan makes of the command line."""
         with importable():
             return ConfigManager().parse_args(self.arguments(folder))
 

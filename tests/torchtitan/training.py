@@ -132,7 +132,7 @@ def refused(case: Any, folder: str, make: Any = trainer) -> str:
 
 
 def converter_after_sharding(case: Case, folder: str) -> str:
-    """What the converter says to a model that torchtitan has sharded."""
+    """Return the converter's error for a model that torchtitan has sharded."""
     with trainer(case, folder) as run:
         converter = MasterWeightConverter(run.job_config, run.parallel_dims)
         return error_of(lambda: converter.convert(run.model_parts[0]))
