@@ -44,7 +44,7 @@ Bytes = dict[str, NDArray[np.uint8]]
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor on any device, flat."""
+    """Return the bytes of a tensor on any device, flat."""
     array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
@@ -59,13 +59,13 @@ def sha(data: Any) -> str:
 def example(
     fmt: str = "nvfp4", shape: tuple[int, ...] = (32, 64), nominal: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> QuantizedWeight:
-    """The cast of a matrix, or of matrices, that are the same everywhere."""
+    """Return the cast of one or several matrices that are the same everywhere."""
     matrix = torch.from_numpy(lcg_matrix(math.prod(shape[:-1]), shape[-1], seed))
     return cast_whole(fmt, matrix.view(shape), nominal)
 
 
 def bytes_of(weight: QuantizedWeight) -> Bytes:
-    """Every buffer that the weight holds, as a copy of its bytes, and the columnwise copy that a product would make."""
+    """Return copies of the bytes of every buffer, and of the columnwise copy that a product would make."""
     held = {name: getattr(weight, name) for name in BUFFERS}
     if weight.state.columnwise_on_demand and weight.format.columnwise is Columnwise.TRANSPOSE:
         assert held["columnwise_data"] is None
@@ -95,7 +95,7 @@ def unsharded(fmt: str, master: Tensor, nominal: torch.dtype, scale: float = 1.0
 def cast_whole(
     fmt: str, master: Tensor, nominal: torch.dtype = torch.bfloat16, backend: str | None = None, scale: float = 1.0
 ) -> QuantizedWeight:
-    """A weight cast from its whole master by a plan of one process where the backend works, columnwise copies included."""
+    """Cast a weight from its whole master on the backend's device, columnwise copies included."""
     device = devices.of(backend)
     weight = QuantizedWeight.empty(master.shape, fmt, nominal, device)
     if weight.scale is not None:

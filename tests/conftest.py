@@ -176,7 +176,7 @@ def backend_anywhere(request: pytest.FixtureRequest) -> str:
 
 
 def _at_every_level() -> list[str]:
-    """The backends beside the reference, each at every SIMD level that it has here."""
+    """Return the backends beside the reference, each at every SIMD level that it has here."""
     found = [name for name in HERE if name not in ("reference", "cpu")]
     if "cpu" in HERE:
         from zerocast.backends import _C

@@ -49,13 +49,13 @@ def of(backend: str | None) -> torch.device:
 
 
 def stage(backend: str, name: str) -> Callable[..., None]:
-    """A stage of a backend for CPU tensors; for a backend of a GPU they go there and come back, inputs too."""
+    """Return a stage for CPU tensors. For a backend of a GPU, all tensors go there and come back, inputs too."""
     function = ops.implementation(name, backend)
     return function if backend in HERE else lambda *arguments: _on_a_gpu(function, arguments)
 
 
 def to_gpu(tensor: Tensor) -> Tensor:
-    """A contiguous copy whose address is as far from an aligned one as that of a contiguous original."""
+    """Return a contiguous copy that is as far from an aligned address as a contiguous original."""
     offset = tensor.storage_offset() % 64
     storage = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device="cuda")
     return storage[offset:].view(tensor.shape).copy_(tensor)

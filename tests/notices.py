@@ -29,7 +29,7 @@ Row = tuple[str, str, str]  # where, mistake, answer
 
 @functools.cache
 def marked() -> dict[Row, list[str]]:
-    """The tests behind each row, as `file::test`."""
+    """Return the tests behind each row, as `file::test`."""
     rows: dict[Row, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -73,13 +73,13 @@ def _wrapped(row: str) -> str:
 
 
 def _links(mistake: str, tests: list[str]) -> str:
-    """A mistake with a link to each test that shows it."""
+    """Return a mistake with a link to each test that shows it."""
     first, *others = (test.partition("::")[0] for test in tests)
     return " ".join([f"[{mistake}](../{first})", *(f"[({n})](../{path})" for n, path in enumerate(others, 2))])
 
 
 def written(page: str) -> str:
-    """The page with the lists of today."""
+    """Return the page with the current lists."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 

@@ -21,7 +21,7 @@ def debug_mode() -> Iterator[None]:
 
 
 def same_on_all(value: Any) -> Any:
-    """The value, which all ranks have alike."""
+    """Assert that the value is the same on all ranks, and return it."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     assert all(other == value for other in values), values

@@ -28,14 +28,14 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _swizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """The bytes `[rows, blocks]` of swizzled scales."""
+    """Return the bytes `[rows, blocks]` of swizzled scales."""
     padded = _round_up(rows, 128), _round_up(blocks, 4)
     assert scales.dim() == 1 and scales.is_contiguous() and scales.numel() == padded[0] * padded[1]
     return scales.view(torch.uint8)[places(*padded)][:rows, :blocks]
 
 
 def _columns(scale: Tensor) -> bool:
-    """Whether it lies column by column without gaps; of a single column torch takes either stride."""
+    """Return whether `scale` is column-major without gaps. Torch takes either stride of a single column."""
     return scale.stride() == (1, scale.shape[0]) or (scale.shape[1] == 1 and scale.stride() == (1, 1))
 
 
@@ -47,7 +47,7 @@ def _values(codes: Tensor) -> Tensor:
 
 
 def decoded(codes: Tensor, scale: Any, scaling: list[str], swizzle: list[str], second: bool) -> Tensor:
-    """An operand `[outer, inner]` in FP32, from its codes, its scales and how they lie; `second` is the right-hand one."""
+    """Decode an operand `[outer, inner]` to FP32 by the layout of its scales. `second` is the right-hand operand."""
     value = _values(codes)
     outer, inner = value.shape
     match scaling:
@@ -90,7 +90,7 @@ def emulated(
 
 
 def _is_row_major(matrix: Tensor, rows: int, columns: int) -> bool:
-    """Whether the dimension `columns` has no gaps, and `rows` are whole and begin where a load of 16 bytes can."""
+    """Return whether the dimension `columns` has no gaps, and each row begins where a load of 16 bytes can."""
     stride = matrix.stride(rows)
     return matrix.stride(columns) == 1 and stride >= matrix.shape[columns] and stride % 16 == 0
 

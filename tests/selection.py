@@ -13,12 +13,12 @@ def worlds(*always: int, slow: Iterable[int]) -> list[Any]:
 
 
 def some(cases: Mapping[str, Any], *always: str) -> list[Any]:
-    """All cases by their names; those that are not named here are slow."""
+    """Return all cases by name. Those not named in `always` are slow."""
     assert {*always} <= {*cases}
     marks = {name: () if name in always else (pytest.mark.slow,) for name in cases}
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def examples_on(world: int) -> settings:
-    """The profile's number of examples divided by the ranks: each takes as many times longer on the same processors."""
+    """Return the profile's number of examples divided by the ranks, which share the same processors."""
     return settings(max_examples=max(1, settings().max_examples // world))

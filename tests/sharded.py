@@ -36,7 +36,7 @@ class Weight:
     nominal_master: bool = False
 
     def master(self, step: int = 0) -> Tensor:
-        """The whole master of logical shape at a step: FP32, or the nominal dtype."""
+        """Return the whole master of logical shape at a step, in FP32 or the nominal dtype."""
         x = torch.from_numpy(matrix(self.content, *matrix_shape(self.shape), self.seed + step)).view(self.shape)
         return x.to(self.nominal) if self.nominal_master else x
 
@@ -55,7 +55,7 @@ class Weight:
         return mask
 
     def empty(self, device: str = "cpu") -> QuantizedWeight:
-        """The weight on a rank, its data full of poison."""
+        """Return the weight on a rank, its data full of poison."""
         weight = QuantizedWeight.empty(self.shape, self.fmt, self.nominal, device)
         for data in (weight.rowwise_data, weight.columnwise_data):
             if data is not None:
@@ -64,7 +64,7 @@ class Weight:
 
 
 def every_format(world: int, seed: int, formats: Sequence[str] = casts.FORMATS) -> tuple[Weight, ...]:
-    """A weight of every one of the formats and nominal dtype, cut after an odd element, the parts with the ranks in any order."""
+    """Return a weight of every format and nominal dtype, cut after odd elements, with the parts on ranks in any order."""
     draw, cases = random.Random(seed), []
     for fmt in formats:
         for nominal in casts.NOMINAL:
@@ -79,7 +79,9 @@ def every_format(world: int, seed: int, formats: Sequence[str] = casts.FORMATS) 
 
 
 def expected(weight: Weight, scale: float = 1.0, step: int = 0) -> casts.Bytes:
-    """The unsharded cast, with gaps as zeros to the amaxes and as poison in the data; what nobody owns keeps all it had."""
+    """Return the unsharded cast. Gaps count as zeros for the amaxes and are poison in the data; an unowned
+    weight keeps all it had.
+    """
     mask = weight.owned()
     master = torch.where(torch.from_numpy(mask), weight.master(step).view(-1), 0.0).view(weight.shape)
     buffers = casts.unsharded(weight.fmt, master, weight.nominal, scale)
@@ -126,11 +128,11 @@ class Gathered:
     complaints: list[str]
 
     def payloads(self, index: int) -> list[Tensor]:
-        """The buffers of codes that a gather sends."""
+        """Return the buffers of codes that a gather sends."""
         raise NotImplementedError
 
     def owned_bytes(self, index: int) -> tuple[int, int]:
-        """The bytes of rowwise data that this rank writes."""
+        """Return the bytes of rowwise data that this rank writes."""
         case = self.cases[index]
         return byte_range(get_format(case.fmt), case.shape, Span(*case.spans[self.rank]), case.nominal)
 
@@ -189,7 +191,7 @@ class Sharded(Gathered):
                 master.copy_(part)
 
     def payloads(self, index: int) -> list[Tensor]:
-        """The rowwise data, and the columnwise data where it does not derive from it."""
+        """Return the rowwise data, and the columnwise data unless it derives from it."""
         weight = self.weights[index]
         own = weight.format.columnwise is Columnwise.OWN_GRID
         column = weight.columnwise_data

@@ -18,7 +18,7 @@ OF_4_BITS = {"e2m1": ("nvfp4", 256, 6.0, 0x38), "int4": ("int4", 32, 7.0, 1.0)}
 
 
 def row(**columns: int) -> list[int]:
-    """A descriptor row: the named columns (`rows=4, master_base=0`), -1 in the others."""
+    """Return a descriptor row with the named columns (`rows=4, master_base=0`) and -1 in the others."""
     values = [-1] * WIDTH
     for name, value in columns.items():
         values[Column[name.upper()]] = value

@@ -19,14 +19,14 @@ SPECIAL = tuple(sorted(CONTENTS))
 
 
 def is_interpreted(backend: str) -> bool:
-    """Whether the backend's kernels run in Python here, thousands of times slower than they are meant to."""
+    """Return whether Python runs the backend's kernels here, thousands of times slower than on a GPU."""
     return backend == "triton" and backend in devices.HERE
 
 
 def examples(backend: str) -> settings:
-    """The profile's number of examples. A twelfth of it for a backend whose kernels are interpreted, and a third for the
-    reference, which the other backends are compared with as well, and for the lower SIMD levels of the C++ backend, whose code
-    differs in the width of its vectors alone.
+    """Return the profile's number of examples. A backend whose kernels are interpreted gets a twelfth. The
+    reference, which the other backends are compared with as well, and the lower SIMD levels of the C++
+    backend, whose code differs in the width of its vectors alone, get a third.
     """
     whole = settings().max_examples
     is_third = backend == "reference" or (backend == "cpu" and not is_at_best_level())
@@ -62,13 +62,13 @@ LARGE_INTERPRETED = {
 
 
 def large(fmt: str, backend: str) -> tuple[int, int]:
-    """A matrix of a format, larger than the pieces that the backend cuts its work into."""
+    """Return a shape of a format, larger than the pieces that the backend cuts its work into."""
     return (LARGE_INTERPRETED if is_interpreted(backend) else LARGE)[fmt]
 
 
 @st.composite
 def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
-    """A shape that the format takes, small; sometimes with more than two dimensions."""
+    """Draw a small shape that the format takes, sometimes with more than two dimensions."""
     spec = get_format(fmt)
     row, column = spec.multiple
     rows = row * draw(st.integers(1, max(1, 160 // row)))
@@ -83,7 +83,9 @@ def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> tuple[Cut, ...]:
-    """One span a rank in any order: anywhere, or at an edge of a row or tile or one off it; empty, single and missing ones."""
+    """Draw a span for each rank in any order: anywhere, or at or one off an edge of a row or tile; empty,
+    single and missing ones.
+    """
     numel, columns = math.prod(shape), matrix_shape(shape)[1]
     edges = {
         e
@@ -125,6 +127,6 @@ def weights(
 
 @st.composite
 def models(draw: st.DrawFn, world: int, formats: Sequence[str] = FORMATS) -> tuple[Weight, ...]:
-    """A few weights of mixed formats; often all bf16, so that the packed buffer is."""
+    """Draw a few weights of mixed formats, often all bf16, so that the packed buffer is bf16 too."""
     nominal = torch.bfloat16 if draw(st.booleans()) else None
     return tuple(draw(st.lists(weights(world, nominal, formats), min_size=1, max_size=4)))

@@ -49,7 +49,7 @@ class Arena:
         return [torch.cat([*parts, end]) for parts in self._parts]
 
     def outside(self, bases: list[Tensor]) -> list[NDArray[np.uint8]]:
-        """The bytes of all guards."""
+        """Return the bytes of all guards."""
         size, left = self.dtype.itemsize, []
         for index, tensor in enumerate(bases):
             mask = np.ones(tensor.numel() * size, bool)
@@ -100,7 +100,7 @@ class Bench:
         return row(**values)
 
     def _place(self, role: str, buffer: layout.Buffer, weight: Weight) -> Place:
-        """A buffer with content that a stage may read, or must replace."""
+        """Return a buffer with content that a stage may read, or must replace."""
         arena, size = self.arenas[role], int(np.prod(buffer.shape)) * buffer.dtype.itemsize
         if role in ("scale", "history"):
             return arena.place(torch.from_numpy(self._rng.uniform(0, 4, size // 4).astype(np.float32)))
@@ -129,7 +129,7 @@ class Bench:
         return places
 
     def packed(self, reduced: bool) -> Tensor:
-        """The packed amaxes as they are before partial_amax, or after the reduction; 7.0 between those of two weights."""
+        """Return the packed amaxes before partial_amax or after the reduction, with 7.0 between those of two weights."""
         guards = [index % 2 == 0 for index in range(len(self._grids))]
         parts = [
             grid if reduced or guard else torch.zeros_like(grid)
@@ -158,7 +158,7 @@ class Bench:
         return on | {"packed": [packed]}
 
     def _with_tensor_amaxes(self, bases: list[Tensor]) -> list[Tensor]:
-        """The tensor amaxes that compute_scales leaves for the later stages."""
+        """Return the tensor amaxes that compute_scales leaves for the later stages."""
         if not self.fmt.has_tensor_amax:
             return bases
         for weight, (base, offset, _) in zip(self.weights, self.arenas["amax"].extents, strict=True):
@@ -167,7 +167,7 @@ class Bench:
         return bases
 
     def applies(self, stage: str) -> bool:
-        """Whether the plan runs this stage for this format."""
+        """Return whether the plan runs this stage for this format."""
         fmt = self.fmt
         return {
             "partial_amax": fmt.amax_policy is not AmaxPolicy.NONE,

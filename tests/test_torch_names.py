@@ -38,17 +38,17 @@ NOT_TORCH = {
 
 @functools.cache
 def trees() -> list[tuple[Path, ast.Module]]:
-    """The files of the package, the table apart."""
+    """Return the files of the package, without the table."""
     return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")) if path != TABLE]
 
 
 def is_private(name: str) -> bool:
-    """Whether this is a private name by Python's custom."""
+    """Return whether this is a private name by Python's convention."""
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
 def defined(node: ast.AST) -> str | None:
-    """The name that a node defines, if any: a function, a class, an argument, a variable, or an attribute of its object."""
+    """Return the name that a node defines, if any: a function, class, argument, variable or attribute of its object."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return node.name
     if isinstance(node, ast.arg):
@@ -61,7 +61,7 @@ def defined(node: ast.AST) -> str | None:
 
 
 def used(node: ast.AST) -> Iterator[str]:
-    """The names that a node may refer to: attributes, what is imported, and texts, as `getattr` takes."""
+    """Yield the names that a node may refer to: attributes, imports, and texts, which `getattr` takes."""
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -72,7 +72,7 @@ def used(node: ast.AST) -> Iterator[str]:
 
 
 def foreign_names() -> dict[str, str]:
-    """The private names that the package uses and does not define, each with a file."""
+    """Return the private names that the package uses and does not define, each with a file."""
     nodes = [(path, node) for path, tree in trees() for node in ast.walk(tree)]
     own = {defined(node) for _, node in nodes}
     return {

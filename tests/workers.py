@@ -78,7 +78,7 @@ def threads(process: int | None) -> int:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The error of a call, as "ValueError: what it says"; empty if there is none."""
+    """Return the error of a call as "ValueError: what it says", or an empty text."""
     try:
         call()
     except Exception as error:
@@ -87,8 +87,8 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def on_ranks(*worlds: Any, timeout: float = CASE_SECONDS) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test whose body runs on every rank of each of these numbers of ranks, with its parameters and fixtures pickled; 0 is this
-    process, without a group. Without numbers `world` is a parameter of the test.
+    """Run the test's body on every rank of each of these numbers of ranks, with its parameters and fixtures
+    pickled. 0 is this process, without a group. Without numbers `world` is a parameter of the test.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

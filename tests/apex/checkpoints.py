@@ -45,7 +45,9 @@ def load(run: Run, path: str) -> None:
 
 
 def without_delayed() -> list[str]:
-    """A state of Apex's own class has no scales: they are seeded from the masters; what is wrong with the bytes."""
+    """Return what is wrong with the bytes after a load of Apex's own state, whose missing scales are seeded
+    from the masters.
+    """
     with host_on_cpu():
         run = Run(Case())
         for number in range(2):

@@ -23,7 +23,7 @@ def _lerp(t: float, x: Tensor, y: Tensor) -> Tensor:
 
 
 def f32(value: float) -> float:
-    """The nearest f32, as C++ makes of an argument."""
+    """Return the nearest f32, to which C++ converts an argument."""
     return float(torch.tensor(value, dtype=torch.float32))
 
 
@@ -58,6 +58,6 @@ def fused_adam(
 
 
 def l2norm(chunk: int, noop: Tensor, lists: Lists, per_tensor: bool) -> tuple[Tensor, Any]:
-    """The norm of all tensors together."""
+    """Return the norm of all tensors together."""
     assert not per_tensor
     return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm().view(1), None

@@ -67,7 +67,7 @@ def _with_option(name: str) -> Callable[[], object]:
 
 
 def _owned_by(owner: Callable[[nn.Module], object]) -> Callable[[], object]:
-    """A second optimizer over the same weights, while the first one lives."""
+    """Return a call that builds a second optimizer over the same weights while the first one lives."""
 
     def call() -> object:
         one = model()
@@ -198,7 +198,7 @@ def other_states(only_on: int) -> tuple[list[str], list[str]]:
 
 
 def plain_only() -> tuple[int, bool]:
-    """A model without quantized weights is Apex's as ever."""
+    """Train a model without quantized weights. Return the number of our masters, and whether the step changed nothing."""
     with host_on_cpu():
         torch.manual_seed(0)
         one = nn.Linear(8, 8, device=device())
@@ -235,7 +235,7 @@ ONE_RANK: dict[str, tuple[Callable[[Run], None], Callable[[Run], object]]] = {
 
 
 def one_rank(name: str, on_gpu: bool) -> tuple[str, float, list[str]]:
-    """The error of a call for which rank 1 is not ready, the seconds it took, and what is wrong after a load."""
+    """Return the error of a call for which rank 1 is not ready, its seconds, and what is wrong after a load."""
     event, call = ONE_RANK[name]
     with contextlib.ExitStack() as stack:
         stack.enter_context(host_on_cpu())

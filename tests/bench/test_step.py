@@ -101,7 +101,7 @@ def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
 
 
 def in_cuda_graphs(config: StepConfig) -> tuple[list[list[float]], int, set[str | None]]:
-    """The losses of all rows, the number of steps that were announced to the compiler, and the modes of the blocks."""
+    """Return the losses of all rows, the number of steps announced to the compiler, and the modes of the blocks."""
     modes: list[str | None] = []
     compile_block = nn.Module.compile
 

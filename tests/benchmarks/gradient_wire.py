@@ -37,7 +37,9 @@ CPU = torch.device("cpu")
 
 
 def contributions(steps: int, ranks: int) -> Tensor:
-    """The gradients of as many ranks after `steps` of training, bf16 [ranks, n]; each parameter begins at a multiple of 128."""
+    """Return the gradients of the ranks after `steps` of training, bf16 [ranks, n]. Parameters begin at
+    multiples of 128.
+    """
     config = replace(CONFIG, steps=max(steps, 1))
     torch.manual_seed(0)
     model, corpus = build_model(config, CPU), Corpus.load(config.data, config.model.context)
@@ -58,7 +60,7 @@ def _gradient(model: GPT, batch: Batch) -> Tensor:
 
 
 def ring_of_bf16(given: Tensor) -> Tensor:
-    """Each rank's part travels around the ring and ends at its owner; every sum is rounded to bf16."""
+    """Add around a ring of ranks, each part from its start to its owner. Every sum is rounded to bf16."""
     ranks = len(given)
     parts = (given / ranks).chunk(ranks, 1)  # exact: a power of two
     ends = []
@@ -128,7 +130,7 @@ def losses(out: Path, seeds: list[int], steps: int) -> dict[str, dict[int, float
 
 
 def show_losses(found: dict[str, dict[int, float]]) -> str:
-    """A row a seed, then the mean gap with its deviation."""
+    """Return a table with a row for each seed, then the mean gap with its deviation."""
     gaps = [found["fp8_1x128"][seed] - loss for seed, loss in found["bf16"].items()]
     lines = ["| seed | bf16 | fp8_1x128 | gap |", "|---|---|---|---|"]
     for (seed, loss), gap in zip(found["bf16"].items(), gaps, strict=True):
@@ -139,7 +141,7 @@ def show_losses(found: dict[str, dict[int, float]]) -> str:
 
 
 def show_errors(rows: list[dict[str, object]]) -> str:
-    """The errors as a table, a row for each case."""
+    """Return the errors as a table with a row for each case."""
     lines = [
         "| after | ranks | way | error of the mean | 1 - cosine | of it between batches |",
         "|---|---|---|---|---|---|",

@@ -26,7 +26,7 @@ WAIT = 3_000_000
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """The milliseconds of the GPU and of the host."""
+    """Return the milliseconds of the GPU and of the host."""
     call()
     of_gpu, of_host = [], []
     for _ in range(REPEATS):

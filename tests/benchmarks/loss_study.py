@@ -35,7 +35,7 @@ OTHERS = (
 
 
 def rows(host: str, names: tuple[str, ...], mode: str = "eager") -> tuple[str, ...]:
-    """The rows of `zerocast bench step` of a host."""
+    """Return the rows of `zerocast bench step` of a host."""
     return tuple(f"{host}:{name} {mode}" for name in names)
 
 
@@ -59,7 +59,7 @@ PLACES = {run: place for place, run in enumerate((seed, row) for seed, names in 
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The runs of a file, the last line of which may be cut."""
+    """Return the runs of a file, whose last line may be cut."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -101,7 +101,7 @@ Losses = dict[str, dict[int, list[float]]]  # of the last steps, by row and seed
 
 
 def last(runs: list[dict[str, Any]]) -> Losses:
-    """The losses of the last steps of each run that did not fail."""
+    """Return the losses of the last steps of each run that did not fail."""
     found: Losses = {}
     for run in runs:
         if "losses" in run:

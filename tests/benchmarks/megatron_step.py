@@ -126,7 +126,7 @@ class Step:
         self._mask = mask if options.cpu else None  # TransformerEngine's layers are causal by themselves
 
     def _annotated(self, cast: Callable[[], Any]) -> Callable[[], Any]:
-        """The cast, found in a profile by its name, and timed from and to an idle device if it is to wait."""
+        """Return the cast under a name that a profile shows, timed from and to an idle device if it is to wait."""
 
         def run() -> Any:
             if self._waits:
@@ -155,7 +155,7 @@ class Step:
         self.optimizer_ms = (time.perf_counter() - start) * 1e3
 
     def milliseconds(self) -> float:
-        """A step of the slowest rank, from and to idle devices."""
+        """Return the milliseconds of a step on the slowest rank, from and to idle devices."""
         self.synchronize()
         dist.barrier()
         start = time.perf_counter()

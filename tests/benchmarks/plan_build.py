@@ -35,7 +35,7 @@ class CutEach(Workload):
     """Each weight is cut into equal shards by itself, as when every rank has a part of everything."""
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The span of each weight that `rank` owns; empty where there are more ranks than elements."""
+        """Yield the span of each weight that `rank` owns, empty where there are more ranks than elements."""
         for rows, columns in self.shapes:
             numel = rows * columns
             yield Span(numel * rank // self.world, numel * (rank + 1) // self.world)
@@ -89,7 +89,7 @@ def measure(ranks: int, weights: int, cut: str, fmt: str) -> dict[str, float | i
 
 
 def peak() -> int:
-    """The most memory that this process has had, in KiB; getrusage would tell of the process that started it, too."""
+    """Return the most memory that this process has had, in KiB. getrusage includes the process that started it."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0])
 
@@ -101,7 +101,7 @@ def seconds(plan: zerocast.CastPlan) -> float:
 
 
 def apart(ranks: int, weights: int, options: argparse.Namespace) -> dict[str, float | int | str]:
-    """The same in a process of its own."""
+    """Measure in a process of its own."""
     command = [
         sys.executable,
         "-m",

@@ -28,7 +28,7 @@ LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 
 
 def build(hidden: int, layers: int) -> nn.Module:
-    """A Llama of transformers, whose initializer has a standard deviation of 0.02."""
+    """Return a Llama of transformers, whose initializer has a standard deviation of 0.02."""
     import transformers
 
     torch.manual_seed(0)

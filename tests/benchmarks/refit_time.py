@@ -35,7 +35,7 @@ LEARNING_RATES = (1e-6, 1e-5)
 
 
 def matrices(layers: int, shrink: int) -> dict[str, tuple[int, int]]:
-    """The names and shapes of the matrices of blocks."""
+    """Return the names and shapes of the matrices of blocks."""
     shapes = {f"self_attn.{name}_proj": shape for name, shape in ATTENTION.items()}
     shapes |= {f"mlp.{name}_proj": shape for name, shape in MLP.items()}
     return {
@@ -57,7 +57,7 @@ PARTS = {
 
 
 def idle() -> float:
-    """The time at which the GPU has done everything."""
+    """Wait for the GPU, and return the time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -123,11 +123,11 @@ class Run:
         self._plan.post_all_gather()
 
     def full(self) -> tuple[int, float]:
-        """A refit of all weights: (bytes, seconds)."""
+        """Send all weights. Return the bytes and seconds."""
         return refit(self._receiver, self._sender.named_tensors())
 
     def delta(self, lr: float) -> tuple[int, float]:
-        """A step, and a refit by what it changed."""
+        """Take a step and send what it changed. Return the bytes and seconds."""
         self._step(lr * self._update)
         return refit(self._receiver, self._sender.named_deltas(self._receiver.refit))
 

@@ -62,7 +62,7 @@ def register(layers: int, vocabulary: int) -> None:
 
 
 def arguments(options: argparse.Namespace) -> list[str]:
-    """The command line of torchtitan."""
+    """Return the command line of torchtitan."""
     fmt, _, weight_gradients = options.variant.partition("+")
     recipe = f"--quantize.linear.zerocast.recipe=layers.*={fmt}"
     ours = ["--model.converters=quantize.linear.zerocast", recipe, "--optimizer.implementation=zerocast"]

@@ -23,7 +23,7 @@ def cut(world: int, offset: int = 0) -> tuple[Cut, ...]:
 
 
 def every_format(world: int, offset: int = 0) -> tuple[Weight, ...]:
-    """One weight of each format and nominal dtype."""
+    """Return one weight of each format and nominal dtype."""
     return tuple(Weight(fmt, SHAPE, cut(world, offset), nominal) for fmt in casts.FORMATS for nominal in casts.NOMINAL)
 
 

@@ -21,7 +21,7 @@ SHAPE = (64, 96)
 
 
 def adam(master: Tensor) -> AdamUpdate:
-    """A step of Adam that leaves masters almost as they are."""
+    """Return a step of Adam that hardly changes the masters."""
     hyperparameters = Hyperparameters(1, master.device)
     hyperparameters.refresh([{"lr": 1e-6, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}])
     count, one = torch.ones(1, dtype=torch.int64, device=master.device), torch.ones(1, device=master.device)

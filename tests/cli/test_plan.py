@@ -162,7 +162,7 @@ def test_what_is_left_for_activations(capsys):
 
 
 def layers() -> list[Parameter]:
-    """A small model with norms between its weights, as in a transformer."""
+    """Return the parameters of a small model with norms between its weights, as in a transformer."""
     found = [Parameter("embedding", (512, 128), linear=False)]
     for i in range(LAYERS):
         found += [Parameter(f"norm{i}", (128,), False, i)]
@@ -171,7 +171,7 @@ def layers() -> list[Parameter]:
 
 
 def run_of(fmt: str, stage: int, config: ZeroConfig, muon: bool = False) -> Run:
-    """The same, to be trained."""
+    """Return the run that trains these layers."""
     specs = tuple(
         Spec(p.name, p.shape, fmt if p.linear and fmt != "bf16" else "plain", group=int(muon and p.linear))
         for p in layers()
@@ -258,7 +258,7 @@ def test_momentum_in_8_bits_is_planned_with_its_scales():
 
 
 def all_reduced(run: Run) -> list[int]:
-    """The bytes of each all-reduce of a step: the norm, amaxes, cut groups."""
+    """Return the bytes of each all-reduce of a step: the norm, amaxes and cut groups."""
     trainer = Trainer(run)
     trainer.train(range(2))  # the second step compares what is left out
     with Traffic() as traffic:

@@ -41,7 +41,7 @@ class Exchange:
         return self._result
 
     def start(self, rank: int, run: Callable[[], None]) -> threading.Thread:
-        """A rank, which begins with its first turn."""
+        """Start the thread of a rank, which waits for its first turn."""
 
         def runs() -> None:
             self._turns[rank].acquire()

@@ -17,7 +17,7 @@ def test_other_gradients_are_refused(dtype: torch.dtype) -> None:
 
 
 def reduced(numel: int) -> tuple[bytes, bytes]:
-    """The mean that this rank receives of parts of `numel` elements, and the model's."""
+    """Return the mean that this rank receives of parts of `numel` elements, and the model's mean."""
     group = Group.of(None)
     random = torch.Generator().manual_seed(7)
     given = [torch.randn(group.size * numel, generator=random) * 10.0**rank for rank in range(group.size)]

@@ -13,7 +13,7 @@ from zerocast.distributed.group import Group
 
 
 def sums(group: Group, times: int = 2) -> list[float]:
-    """The sums of ranks over new groups of the same ranks."""
+    """Return the sums of ranks over new groups of the same ranks."""
     found = []
     for _ in range(times):
         ranks = torch.tensor([float(dist.get_rank())])

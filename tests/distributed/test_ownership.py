@@ -45,7 +45,7 @@ class Passed:
         self.spans = [self.cut(one.numel()) for one in self.weights]
 
     def cut(self, numel: int) -> tuple[int, int]:
-        """This rank's part of a weight; many ranks have none of a small one."""
+        """Return this rank's part of a weight. Many ranks have no part of a small one."""
         first, last = (numel // 2 * rank // self.world * 2 for rank in (self.rank, self.rank + 1))
         return first, last
 

@@ -67,7 +67,7 @@ NO_COLLECTIVE = {"device", "of", "called_by", "duplicate", "cpu_twin", "failing"
 
 
 def used(path: Path) -> Iterator[str]:
-    """The names of torch.distributed that a module uses, and methods that communicate by whatever object."""
+    """Yield the names of torch.distributed that a module uses, and methods of any object that communicate."""
     tree = ast.parse(path.read_text())
     names = {"torch.distributed"}
     for node in ast.walk(tree):

@@ -92,12 +92,12 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """Every page of the site that has Python in it."""
+    """Return every page of the site that has Python in it."""
     return [page for page in map(Page, markdown_files()) if page.visible_blocks]
 
 
 def markdown_files() -> list[Path]:
-    """The prose of the repository."""
+    """Return the Markdown files of the repository."""
     return sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
 

@@ -23,14 +23,14 @@ PAGES = {place for place in SOURCES.values() if place.endswith(".md")}
 
 
 def listed(entries: list[dict[str, Any]]) -> Iterator[str]:
-    """The pages below some entries, in their order."""
+    """Yield the pages below some entries, in their order."""
     for entry in entries:
         ((_, value),) = entry.items()
         yield from listed(value) if isinstance(value, list) else [value]
 
 
 def linked(page: str) -> Iterator[str]:
-    """The pages to which a page of the site has links."""
+    """Yield the pages that a page of the site links to."""
     (source,) = (path for path, place in SOURCES.items() if place == page)
     text = collect_pages.for_the_site((ROOT / source).read_text(), source, SOURCES)
     for target in filter(None, (found[2] for found in collect_pages.LINK.findall(text))):

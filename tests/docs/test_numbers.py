@@ -39,7 +39,7 @@ def stored(name: str) -> list[dict[str, Any]]:
 
 
 def steps_of(section: str) -> dict[str, list[str]]:
-    """The rows of a table of the report on training steps, by name: those of the section that begins so."""
+    """Return the rows by name of the table in the section of the report on training steps that begins so."""
     text = STEP_REPORT.partition(f"\n## {section}")[2].partition("\n## ")[0]
     return {name: row.split(" | ") for name, row in re.findall(r"^\| (.+?) \| ([\d.]+ .*) \|$", text, re.MULTILINE)}
 

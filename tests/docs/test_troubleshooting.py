@@ -16,7 +16,7 @@ LOGGED = re.compile(r"`([^`]*)`")
 
 
 def template(node: ast.AST) -> str:
-    """A string expression with gaps for what is only known when it runs."""
+    """Return a string expression with gaps for what is only known at run time."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -36,7 +36,7 @@ def trees() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def strings() -> set[str]:
-    """Every string of the library."""
+    """Return every string of the library."""
     return {
         plain(template(node))
         for _, tree in trees()

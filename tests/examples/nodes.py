@@ -93,7 +93,7 @@ class Nodes:
         return process
 
     def _family(self, process: int) -> list[int]:
-        """A process and all below it, children first; ranks of torchrun have sessions of their own."""
+        """Return a process and all its descendants, children first. Ranks of torchrun have sessions of their own."""
         try:
             below = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         except OSError:

@@ -71,7 +71,7 @@ class ElasticRun:
         raise AssertionError("too late; " + "\n\n".join(ends))
 
     def goes_on(self, records: list[Record]) -> dict[int, tuple[float, float]]:
-        """The steps of a run that is started from the checkpoint that these records continue, on as many ranks."""
+        """Return the steps of a run on as many ranks from the checkpoint that these records continue."""
         step, ranks = started(records)["step"], started(records)["ranks"]
         again = self.folder / f"again_{step}"
         shutil.copytree(self.folder / "kept" / f"step_{step:08d}", again / "checkpoints" / f"step_{step:08d}")

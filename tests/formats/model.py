@@ -20,7 +20,7 @@ ONE = np.float32(1.0)
 
 
 def _float_values(exponent_bits: int, mantissa_bits: int, count: int) -> NDArray[np.float64]:
-    """The first `count` non-negative values of a small float type, in the order of their codes."""
+    """Return the first `count` non-negative values of a small float type, in the order of their codes."""
     bias = 2 ** (exponent_bits - 1) - 1
     code = np.arange(count)
     exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
@@ -58,7 +58,9 @@ def encode(element: str, x: F32) -> U8:
 
 
 def steps(element: str) -> NDArray[np.uint32]:
-    """The smallest bit pattern of a positive f32 that has each code from 1 on: encoding is monotone, so this is all of it."""
+    """Return the smallest bit pattern of a positive f32 for each code from 1 on. Encoding is monotone, so this
+    defines it.
+    """
     values = VALUES[element]
     middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     upper_is_odd = np.arange(1, len(values)) % 2 == 1
@@ -76,7 +78,7 @@ def encode_patterns(element: str, first: int, last: int) -> U8:
 
 
 def to_16_bits(x: F32, nominal: str) -> NDArray[np.uint16]:
-    """The words of the nominal dtype; NaN is 0x7FFF."""
+    """Return the words of the nominal dtype. NaN is 0x7FFF."""
     with np.errstate(over="ignore"):
         rounded = round_nominal(x, nominal)
         words = rounded.view(np.uint32) >> 16 if nominal == "bfloat16" else rounded.astype(np.float16).view(np.uint16)
@@ -105,7 +107,7 @@ def block_amax(x: F32, block: Block) -> F32:
 
 
 def spread(grid: F32, block: Block, shape: tuple[int, int]) -> F32:
-    """Each block's value over its elements."""
+    """Return each block's value over its elements."""
     row, column = np.indices(shape)
     return grid[row // block[0], column // block[1]]
 
@@ -140,7 +142,7 @@ EXACT_CODES = np.array([np.flatnonzero(VALUES["e4m3"] == scale)[0] for scale in 
 
 
 def exact_amax(g: np.float32) -> np.float32:
-    """The amax that is stored: 2688 times the tensor scale, which is a bf16 number."""
+    """Return the stored amax: 2688 times the tensor scale, which is a bf16 number."""
     if g == 0 or np.isinf(g):
         return g
     t = round_nominal(np.array([g * np.array(0x39E38E39, np.uint32).view(np.float32)]), "bfloat16")[0]
@@ -149,14 +151,14 @@ def exact_amax(g: np.float32) -> np.float32:
 
 
 def exact_scale_bytes(v: F32, blocks: F32) -> U8:
-    """The code of the nearest scale that is allowed, ties up; 0 for a tile of zeros only."""
+    """Return the code of the nearest allowed scale, ties up, or 0 for a tile of zeros only."""
     middles = (np.array(EXACT_SCALES[1:]) + EXACT_SCALES[:-1]) / 2
     nearest = EXACT_CODES[np.searchsorted(middles, v.astype(np.float64), side="right")]
     return np.where(blocks > 0, nearest, 0).astype(np.uint8)
 
 
 def nvfp4_scales(blocks: F32, g: np.float32, exact: bool = False) -> tuple[U8, F32]:
-    """The stored bytes and the encode multipliers for the amax `g` that is stored."""
+    """Return the stored bytes and the encode multipliers for the amax `g` that is stored."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         s_enc = np.minimum(np.float32(2688) / np.maximum(g, FLT_MIN), FLT_MAX) if g > 0 else ONE
         mult = s_enc * np.array(0x3E2AAAAB, np.uint32).view(np.float32)
@@ -180,12 +182,12 @@ def up(value: int, multiple: int) -> int:
 
 
 def pack(codes: U8) -> U8:
-    """The even element is the low nibble."""
+    """Pack two codes into a byte, the even element in the low nibble."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def decode(element: str, codes: U8) -> F32:
-    """The value of each code; what lies above the largest is NaN, except the infinity of E5M2."""
+    """Return the value of each code. Codes above the largest value are NaN, except the infinity of E5M2."""
     half = 8 if element == "e2m1" else 128
     positive = np.full(half, np.nan, np.float32)
     positive[: len(VALUES[element])] = VALUES[element]
@@ -235,7 +237,7 @@ class Cast:
         return buffers
 
     def dequantized(self, buffers: Buffers, columnwise: bool) -> F32:
-        """The weight from one direction: code times decode scale, in its own orientation."""
+        """Return the weight from one direction: code times decode scale, in its own orientation."""
         direction = "columnwise" if columnwise else "rowwise"
         shared = "columnwise_data" not in buffers
         data, stored = buffers["rowwise_data" if shared else f"{direction}_data"], buffers[f"{direction}_scale_inv"]
@@ -361,7 +363,7 @@ class Cast:
 def delayed_update(
     history: F32, amax: float, scale: float, fp8_max: float, margin: int, algo: str
 ) -> tuple[F32, np.float32]:
-    """The history and the scale after a step with this reduced amax (section 1.1)."""
+    """Return the history and the scale after a step with this reduced amax (section 1.1)."""
     last = np.float32(amax) if amax != 0 else history[0]
     if last == 0:
         return history, np.float32(scale)
@@ -376,7 +378,7 @@ def delayed_update(
 
 
 def gradient_message(x: F32) -> U8:
-    """The bytes in which a part of a gradient travels (docs/formats/fp8_1x128.md)."""
+    """Return the bytes in which a part of a gradient travels (docs/formats/fp8_1x128.md)."""
     groups = np.zeros(up(len(x), 128), np.float32)
     groups[: len(x)] = x
     groups = groups.reshape(-1, 128)
@@ -390,7 +392,7 @@ def gradient_message(x: F32) -> U8:
 
 
 def gradient_mean(messages: list[U8], numel: int, divisor: int) -> F32:
-    """The f32 sum of these messages in their order, over `divisor`."""
+    """Return the f32 sum of these messages in their order, over `divisor`."""
     total = None
     with np.errstate(all="ignore"):
         for message in messages:

@@ -48,19 +48,19 @@ OF_EXPERTS: tuple[tuple[str, model.Settings], ...] = (
 
 
 def master(content: str, shape: tuple[int, ...] = SHAPE) -> F32:
-    """The input of a golden."""
+    """Return the input of a golden."""
     return matrix(content, math.prod(shape[:-1]), shape[-1], seed=11).reshape(shape)
 
 
 def changed(settings: model.Settings) -> dict[str, Any]:
-    """The settings that are not the defaults."""
+    """Return the settings that are not the defaults."""
     return {key: value for key, value in asdict(settings).items() if value != getattr(model.Settings(), key)}
 
 
 def golden(
     name: str, nominal: str, content: str, settings: model.Settings, shape: tuple[int, ...] = SHAPE
 ) -> dict[str, Any]:
-    """One entry: what to cast, and the sha of each buffer."""
+    """Return an entry: what to cast, and the sha of each buffer."""
     buffers = model.Cast(name, nominal, settings).of(master(content, shape))
     shas = {key: hashlib.sha256(np.ascontiguousarray(b).tobytes()).hexdigest()[:16] for key, b in buffers.items()}
     what = {"format": name, "nominal": nominal, "content": content, "settings": changed(settings)}
@@ -68,7 +68,7 @@ def golden(
 
 
 def goldens() -> list[dict[str, Any]]:
-    """All entries, in the order of the file."""
+    """Return all entries, in the order of the file."""
     drawn = [
         golden(name, nominal, content, settings)
         for (name, settings), nominal, content in itertools.product(CASES, NOMINAL, CONTENTS)

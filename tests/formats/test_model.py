@@ -22,7 +22,7 @@ BF16 = "bfloat16"
 
 
 def format_text(name: str, settings: model.Settings) -> str:
-    """The format that the library calls by this text."""
+    """Return the format that the library calls by this text."""
     options = {k: v for k, v in vars(settings).items() if k != "scale" and v != getattr(model.Settings(), k)}
     if name == "fp8_block":
         options["power_of_2_scale"] = settings.power_of_2_scale

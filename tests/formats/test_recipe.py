@@ -136,7 +136,7 @@ def test_quantizing_again_in_another_format_is_refused(fmt: str, dtype: torch.dt
 
 
 def attention(*names: str) -> nn.Module:
-    """A model with Linears of these names side by side."""
+    """Return a model with Linears of these names side by side."""
     return nn.ModuleDict({"layer": nn.ModuleDict({name: nn.Linear(32, 32) for name in names})})
 
 

@@ -32,7 +32,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def with_8bit_moments(model: nn.Module, **options: Any) -> FusedAdamW:
-    """A FusedAdamW of all parameters that keeps its moments in 8 bits."""
+    """Return a FusedAdamW of all parameters that keeps its moments in 8 bits."""
     return FusedAdamW(model.named_parameters(), **options, moment_dtype="8bit")
 
 
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def slow(*values: Any) -> Any:
-    """A test parameter of the slow tests."""
+    """Mark a test parameter as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -123,7 +123,7 @@ def place() -> str:
 
 @functools.cache
 def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh of all ranks, by default with one dimension, made once a process."""
+    """Return a mesh of all ranks, made once a process, by default with one dimension."""
     return init_device_mesh(place(), shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
@@ -152,7 +152,7 @@ def sharded(
 
 
 def largest(parameter: Tensor) -> Shard:
-    """The placement of a plan that shards the largest dimension of each parameter."""
+    """Return the placement of a plan that shards the largest dimension of each parameter."""
     return Shard(max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
 
 
@@ -177,12 +177,12 @@ def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None
 
 
 def held(model: nn.Module) -> list[DTensor]:
-    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones in their place."""
+    """Return the sharded parameters that an optimizer holds, also while the model has gathered ones."""
     return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
 
 
 def masters(model: nn.Module) -> dict[str, tuple[DTensor, FSDPWeight]]:
-    """The prepared parameters by name, with what zerocast knows of them."""
+    """Return the prepared parameters by name, with the FSDPWeight of each."""
     locals_ = ((parameter, parameter._local_tensor) for parameter in held(model))
     return {local.weight.name: (p, local.weight) for p, local in locals_ if isinstance(local, MasterParameter)}
 
@@ -194,7 +194,7 @@ def manager(model: nn.Module) -> CastManager:
 
 
 def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Every quantized weight, gathered as for a forward pass, one FSDP module after another."""
+    """Yield every quantized weight, gathered as for a forward pass, one FSDP module after another."""
     for prefix, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -206,7 +206,7 @@ def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
 
 
 def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
-    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked at."""
+    """Return copies of all bytes that products read. FSDP2 cannot free a storage that numpy has looked at."""
     found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
     if weight.format.columnwise is not Columnwise.NONE:
         found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
@@ -214,14 +214,14 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
 
 
 def cast_scale(owner: FSDPWeight) -> float:
-    """The delayed scale that the last cast had; 1 for other formats."""
+    """Return the delayed scale of the last cast, 1 for other formats."""
     (manager,) = managers_behind([owner.local])
     scale = manager.plan.cast_scale(owner.name)
     return 1.0 if scale is None else float(scale)
 
 
 def expected(master: Tensor, owner: FSDPWeight) -> casts.Bytes:
-    """The unsharded cast of a whole master, by the scale that the last cast had."""
+    """Return the unsharded cast of a whole master, by the scale of the last cast."""
     return casts.unsharded(str(owner.format), master.cpu(), owner.geometry.nominal, cast_scale(owner))
 
 
@@ -248,7 +248,7 @@ def check(model: nn.Module, what: str) -> None:
 
 
 def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Digests of every whole tensor."""
+    """Return digests of every whole tensor."""
     found = {}
     for key, value in state.items():
         if isinstance(value, Mapping):

@@ -28,7 +28,7 @@ FORMATS = ("nvfp4", DELAYED, "mxfp8", "fp8_block:power_of_2_scale=False")
 
 
 def build(where: str, formats: tuple[str, ...] = FORMATS, prepare: bool = True) -> tuple[Any, torch.optim.Optimizer]:
-    """A model on the ranks of a case, "fsdp", "hsdp" or "tp", and its optimizer."""
+    """Return a model on the ranks of a case, "fsdp", "hsdp" or "tp", and its optimizer."""
     model = Net(formats, WIDTH, HIDDEN)
     if where == "tp":
         mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
@@ -61,7 +61,7 @@ def load(model: Any, optimizer: Any, path: str) -> None:
 
 
 def contents(model: Any, optimizer: Any) -> dict[str, str]:
-    """Digests of whole masters, moments and delayed state, and of all gathered bytes."""
+    """Return digests of whole masters, moments and delayed state, and of all gathered bytes."""
     gathered = {
         f"{name} {key}": casts.sha(value)
         for name, weight in models.unsharded(model)
@@ -111,7 +111,7 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
 
 
 def into_plain(path: str) -> Tensor:
-    """A prepared model's checkpoint in plain FSDP2."""
+    """Load a prepared model's checkpoint into plain FSDP2."""
     model, _ = build("fsdp", prepare=False)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=path)

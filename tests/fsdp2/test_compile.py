@@ -22,7 +22,7 @@ WIDTH, HIDDEN = 64, 96
 
 
 def build(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> Any:
-    """A sharded model, compiled by block before it is sharded, as a whole, or not at all."""
+    """Return a sharded model, compiled by block before it is sharded, as a whole, or not at all."""
     torch._dynamo.reset()
     model = Net(formats, WIDTH, HIDDEN)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
@@ -68,7 +68,7 @@ class Layer(nn.Linear):
     """A layer with a forward of its own, since torch.compile skips that of nn.Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with the weight, as nn.Linear makes it."""
+        """Return the product with the weight, like nn.Linear."""
         return nn.functional.linear(x, self.weight)
 
 

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> TrainConfig:
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
-    """The summary of a run on the ranks of a pool."""
+    """Return the summary of a run on the ranks of a pool."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device(models.place()))
     corpus = Corpus.load(config.data, config.model.context)
     step, model, optimizer = train.start(config, world)

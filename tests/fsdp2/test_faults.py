@@ -23,7 +23,7 @@ from zerocast.fsdp2.plan import ShardPlan
 
 
 def trained(formats: tuple[str, ...]) -> Any:
-    """A model after two steps, with a third one's cast due, and its optimizer."""
+    """Return a model after two steps, with a third one's cast due, and its optimizer."""
     model = models.sharded(Net(formats, 64, 96))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(3), 64)
@@ -174,7 +174,7 @@ class Run:
         fsdp2.refresh(self.model)
 
     def told(self, then: str) -> str:
-        """The error of what comes after a step with a master that is not finite."""
+        """Return the error of the call that follows a step with a master that is not finite."""
         if then == "the state at once":
             return error_of(self.state.state_dict)
         if then == "the state":
@@ -243,7 +243,7 @@ def test_a_load_and_verify_go_on() -> None:
 
 
 def kept_codes(model: Any, weight: Any) -> torch.Tensor:
-    """The codes that this rank keeps of a weight and sends."""
+    """Return the codes that this rank keeps of a weight and sends."""
     (group,) = models.manager(model).plan.cast_groups
     return group.kept_codes(weight.name).view(-1)
 

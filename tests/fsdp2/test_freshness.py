@@ -30,7 +30,7 @@ from zerocast.fsdp2.gather_status import GatherStatus
 
 
 def double(tensor: Any) -> Any:
-    """A changed copy without history for autograd."""
+    """Return a changed copy without history for autograd."""
     return (tensor.detach().clone() * 2 + 0.125).detach()
 
 
@@ -245,19 +245,19 @@ def test_a_change_of_what_is_left_gathered(name: str, writers: tuple[int, ...]) 
 
 
 def in_flight(model: Any) -> Callable[[], object]:
-    """A gather of the first block has begun."""
+    """Begin to gather the first block."""
     handle: Any = model.blocks[0].unshard(async_op=True)
     return handle.wait  # type: ignore[no-any-return]
 
 
 def by_hand(model: Any) -> Callable[[], object]:
-    """The first block is gathered."""
+    """Gather the first block."""
     model.blocks[0].unshard()
     return lambda: None
 
 
 def broken_off(model: Any) -> Callable[[], object]:
-    """The first block was gathered by a pass that broke off, which has begun to gather the second."""
+    """Break off a pass that has gathered the first block and begun to gather the second."""
     model.set_modules_to_forward_prefetch(list(model.blocks))
     with test_loops.breaking(model.blocks[0][0]):
         models.forward(model)
@@ -265,7 +265,7 @@ def broken_off(model: Any) -> Callable[[], object]:
 
 
 def broken_in_the_root(model: Any) -> Callable[[], object]:
-    """A pass broke off that had gathered the weights of the root module."""
+    """Break off a pass that has gathered the weights of the root module."""
     model.reshard()
     with test_loops.breaking(model.first):
         models.forward(model)
@@ -273,7 +273,7 @@ def broken_in_the_root(model: Any) -> Callable[[], object]:
 
 
 def broken_backward(model: Any) -> Callable[[], object]:
-    """A backward pass broke off that had begun to gather a block."""
+    """Break off a backward pass that has begun to gather a block."""
     with test_loops.breaking_backward(model.blocks[1]):
         test_loops.loss(model, 0).backward()
     model.reshard()
@@ -281,7 +281,7 @@ def broken_backward(model: Any) -> Callable[[], object]:
 
 
 def evaluated(model: Any) -> Callable[[], object]:
-    """All blocks are left gathered."""
+    """Leave all blocks gathered after a pass."""
     models.forward(model)
     return lambda: None
 
@@ -360,7 +360,7 @@ class Rooted(test_loops.Rooted):
     """With a method that gathers the weights of the root module before the hooks of the model run."""
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean square of outputs."""
+        """Return the mean square of outputs."""
         return self(x).float().square().mean()  # type: ignore[no-any-return]
 
 

@@ -127,7 +127,7 @@ def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:
 
 
 def local(parameter: Any) -> Tensor:
-    """The master shard of a parameter."""
+    """Return the master shard of a parameter."""
     held: Tensor = getattr(parameter, "_local_tensor", parameter)
     return held
 

@@ -27,7 +27,7 @@ STEPS, SAVED = 4, 2
 
 
 def gradient(name: str, shape: Any, step: int) -> Tensor:
-    """A reduced gradient on which every run agrees, exact in bf16."""
+    """Return a reduced gradient that is the same in every run, and exact in bf16."""
     seed = sum(map(ord, name)) + 1000 * step
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
 
@@ -40,7 +40,7 @@ def put_gradients(model: nn.Module, step: int) -> None:
 
 
 def by_zero(path: str, moment_dtype: Any) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
-    """A ZeroAdamW on one process, saved before its last two steps; its state and bytes after them."""
+    """Train a ZeroAdamW on one process and save it before its last two steps. Return its last state and bytes."""
     model = Net(FORMATS, WIDTH, HIDDEN)
     zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
     config = zerocast.ZeroConfig(moment_dtype=moment_dtype)
@@ -56,7 +56,7 @@ def by_zero(path: str, moment_dtype: Any) -> tuple[dict[str, str], dict[str, cas
 
 
 def by_fsdp2(path: str, moment_dtype: Any, shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
-    """The last steps under FSDP2, on a mesh of this shape, from the same checkpoint, read by the reader that runs no code."""
+    """Take the last steps under FSDP2 on a mesh of this shape, from the same checkpoint, without running code from it."""
     mesh = models.mesh(shape, ("replicate", "shard")[-len(shape) :])
     model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), mesh=mesh)
     optimizer = FusedAdamW(model.named_parameters(), lr=1.0, moment_dtype=moment_dtype)
@@ -292,7 +292,7 @@ Named = list[tuple[str, Any]]
 
 
 def eight_bit(params: Any, **options: Any) -> FusedAdamW:
-    """The optimizer with moments in 8 bits that most ranks build."""
+    """Return the optimizer that most ranks build, with moments in 8 bits."""
     return FusedAdamW(params, **{**ADAM, "moment_dtype": "8bit", **options})
 
 

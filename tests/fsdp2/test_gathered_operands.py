@@ -33,7 +33,7 @@ LAUNCHES = {"fp8_current": {"transpose": 1}, EXACT: {"upcast_together": 2}}
 
 
 def built(fmt: str, *, compiled: bool, reshard: bool = True) -> Any:
-    """A sharded model of blocks of two weights each."""
+    """Return a sharded model of blocks of two weights each."""
     torch._dynamo.reset()
     model: Any = models.Net((fmt,) * BLOCKS, WIDTH, 96)
     if compiled:
@@ -64,7 +64,7 @@ def left(model: Any) -> int:
 
 
 def launches_of(model: Any, rows: int = 32) -> tuple[Counter[str], list[Tensor]]:
-    """The calls of the extension that make operands in a forward and a backward pass, and the gradients."""
+    """Count the calls that make operands in a forward and a backward pass. Return them with the gradients."""
     counts: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:

@@ -44,7 +44,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
 
 
 def local_gradients(rank: int) -> list[Tensor]:
-    """The gradients of one rank alone, in FP32."""
+    """Return the gradients of one rank alone, in FP32."""
     model = network()
     loss_of(model, rank).backward()  # type: ignore[no-untyped-call]
     return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
@@ -62,7 +62,7 @@ def part(gradients: list[Tensor], owner: int, world: int) -> np.ndarray[Any, np.
 
 
 def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
-    """The collectives of a backward pass, and whether every gradient of this rank is the mean of messages."""
+    """Return the collectives of a backward pass, and whether every gradient of this rank is the mean of messages."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = world // replicas
     mesh = init_device_mesh(place(), (replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -149,7 +149,7 @@ FOLLOWS_MASTERS = hasattr(FSDPParam, "unsharded_grad_dtype")  # as of torch 2.15
 
 
 def one_layer(prepared: bool, policy: MixedPrecisionPolicy) -> Any:
-    """A linear layer of 64x96 without a bias; the same on all ranks."""
+    """Return a linear layer of 64x96 without a bias, the same on all ranks."""
     torch.manual_seed(0)
     layer = nn.Linear(96, 64, bias=False, device=models.place())
     if prepared:
@@ -254,8 +254,8 @@ def test_the_order_of_allocations(input_first: bool, by_op: bool) -> None:
 
 
 def gradients(rows: int, reduce_dtype: torch.dtype, wire: str | None, by_op: bool) -> tuple[list[Tensor], int]:
-    """The gradients of two layers after three backward passes, the second of which reduces nothing;
-    and how often the op ran.
+    """Return the gradients of two layers after three backward passes, the second of which reduces nothing; and
+    how often the op ran.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, rows), nn.Linear(rows, 64)).to(models.place())

@@ -55,7 +55,7 @@ def profiled(work: Callable[[], object], note: Callable[[Any, str, Any], None] |
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """The number of calls of Python and of C functions."""
+    """Return the number of calls of Python and C functions."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -81,7 +81,7 @@ def calls_of_zerocast(work: Callable[[], object]) -> Counter[str]:
 
 
 def passes(fmt: str) -> tuple[int, Counter[str]]:
-    """The calls of a forward and a backward pass of two compiled blocks, and those of zerocast by file."""
+    """Return the calls of a forward and a backward pass of two compiled blocks, and those of zerocast by file."""
     torch._dynamo.reset()
     model = Llama(SHAPES["tiny"], layers=2, vocabulary=256, sequence=32)
     if fmt != BF16:

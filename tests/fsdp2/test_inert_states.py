@@ -69,7 +69,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def contents(self) -> dict[str, str]:
-        """Digests of masters, moments, hyperparameters, delayed scaling and an output."""
+        """Return digests of masters, moments, hyperparameters, delayed scaling and an output."""
         inputs = torch.ones(4, WIDTH).bfloat16()
         with torch.no_grad():
             output = {"output": casts.sha(self.net(inputs).float())}
@@ -207,7 +207,7 @@ def test_files_that_do_not_fit(kind: str) -> None:
 
 
 def given(state: Any, target: Training) -> Any:
-    """A state for an optimizer: torch's goes on with the moments that it is given, and not with copies."""
+    """Return a state that an optimizer may keep: torch's AdamW does not copy the moments that it is given."""
     return copy.deepcopy(state) if target.kind == "AdamW" else state
 
 
@@ -249,7 +249,7 @@ ROUTES = (by_state, by_torchs_getter, by_dcp, by_training_state, by_live_names)
 
 
 def numbers(training: Training) -> dict[str, str]:
-    """Digests of the moments, with step counts as numbers: torch keeps them in float64 under that default dtype."""
+    """Return digests of the moments, with step counts as numbers: torch keeps them in float64 under that default dtype."""
     state = training.state.state_dict()["optim"]["state"]
     steps = {name: str(float(moments.pop("step"))) for name, moments in state.items()}
     return digests(state) | steps

@@ -125,7 +125,9 @@ def test_steps(optimizer: str) -> None:
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:
-    """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters. Its weights."""
+    """Train a model and drop it, with its state, a verification and perhaps a load that replaces masters.
+    Return its weights.
+    """
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
     made = models.OPTIMIZERS[optimizer](model)
     models.train(model, made, range(2), 64)

@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: FusedAdamW, steps: range) -> dict[str, st
 
 
 def state_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, str]:
-    """The digests of masters, moments and step counts."""
+    """Return the digests of masters, moments and step counts."""
     state = TrainingState(model, optimizer).state_dict()
     return digests({"model": state["model"], "optim": state["optim"]})
 

@@ -36,7 +36,7 @@ class Routed(nn.Module):
         self.recipe = {"*.weight": "nvfp4"}
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after another, and the first once more."""
+        """Run both blocks, and the first once more."""
         return self.blocks[0](self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ class Attentive(nn.Module):
 
 
 def tied_and_in_one_group() -> Any:
-    """A weight of two blocks, which FSDP2 takes in one group only."""
+    """Return a model with a weight of two blocks, which FSDP2 takes in one group only."""
     model = Net(("nvfp4", "nvfp4"), 64, 96)
     model.blocks[1][1].weight = model.blocks[0][1].weight
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
@@ -62,7 +62,7 @@ def tied_and_in_one_group() -> Any:
 
 
 def prepared_in_two_calls() -> Any:
-    """Two blocks whose weights are of different calls of `prepare`, in one group of FSDP2."""
+    """Return a model of two blocks from different calls of `prepare`, in one group of FSDP2."""
     model = Net(("nvfp4", "fp8_current"), 64, 96)
     # The names of weights are those in the block that is prepared.
     first, second = model.blocks
@@ -74,7 +74,7 @@ def prepared_in_two_calls() -> Any:
 
 
 def partly_frozen() -> Any:
-    """A weight a block does not learn yet."""
+    """Return a model that trains all but one weight of each block."""
     model = Net(FEW, 64, 96)
     for block in model.blocks:
         block[1].weight.requires_grad_(False)
@@ -161,7 +161,7 @@ POLICY_FIELDS = {field.name for field in dataclasses.fields(MixedPrecisionPolicy
 
 
 def of_fsdp(method: str) -> Any:
-    """A mark that skips where FSDP modules lack a method."""
+    """Return a mark that skips where FSDP modules lack a method."""
     return pytest.mark.skipif(
         not hasattr(FSDPModule, method), reason=f"FSDP2 of torch {torch.__version__} lacks {method}"
     )
@@ -221,7 +221,7 @@ class Wide(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One after the other, each in the dtype of its weight."""
+        """Run the layers, each in the dtype of its weight."""
         for block in self.blocks:
             x = block(x.to(block.weight.dtype))
         return x

@@ -184,7 +184,7 @@ RECIPE = zerocast.Recipe({"*": "fp8_block"})
 
 
 def net() -> nn.Sequential:
-    """Two matrices, whose rows 2 and 3 ranks cut evenly and not, with biases for AdamW."""
+    """Return a model of two matrices, whose rows 2 and 3 ranks cut evenly and not, with biases for AdamW."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 71))
 
@@ -235,7 +235,7 @@ class Whole:
 
 
 def exact(gradient: Tensor, momentum_buffer: Tensor) -> Tensor:
-    """The matrix that a first step with this gradient, after which momentum is this, goes by, in f64."""
+    """Return the update of a first step with this gradient and the momentum after it, in f64."""
     x = gradient.lerp(momentum_buffer, MOMENTUM).double()
     x = x / x.norm()
     a, b, c = COEFFICIENTS

@@ -29,7 +29,7 @@ class Presenting(Presentation):
         self.calls.append((type(module).__name__, name))
 
     def show(self, weight: QuantizedWeight) -> Tensor:
-        """The weight, by which FSDP2 makes its parameter."""
+        """Return the weight, of which FSDP2 makes its parameter."""
         self.calls.append("show")
         return weight
 
@@ -39,7 +39,7 @@ class Presenting(Presentation):
         self.calls.append(("refill", same, isinstance(shown, nn.Parameter)))
 
     def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
-        """The weight that is shown."""
+        """Return the weight that is shown."""
         self.calls.append("live")
         assert isinstance(shown, QuantizedWeight)
         return shown
@@ -67,7 +67,7 @@ def test_a_presentation_is_made_once_and_refilled() -> None:
 
 
 def refusal(model: nn.Module, recipe: dict[str, str], present: Any) -> str:
-    """The error of `prepare`, after which the parameters are the ones before."""
+    """Return the error of `prepare`, which leaves the parameters as they were."""
     before = dict(model.named_parameters(remove_duplicate=False))
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         zerocast.fsdp2.prepare(model, zerocast.Recipe(recipe), present=present)

@@ -21,7 +21,7 @@ NVFP4 = Recipe({"*weight": "nvfp4"})
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
-    """A layer that nvfp4 takes."""
+    """Return a layer that nvfp4 takes."""
     return nn.Linear(32, 32, bias=False, dtype=dtype)
 
 
@@ -30,7 +30,7 @@ def twice(model: nn.Module) -> nn.Module:
 
 
 def tied() -> nn.Module:
-    """One weight under two names."""
+    """Return a model with one weight under two names."""
     model = nn.Sequential(linear(), linear())
     model[1].weight = model[0].weight
     return model

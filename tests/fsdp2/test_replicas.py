@@ -70,7 +70,7 @@ def masters_gone(run: Pass) -> str:
 
 
 def masters_written(run: Pass, step: Callable[[], object] | None = None) -> str:
-    """All ranks of one replica write to a master, which a forward pass casts, and all step."""
+    """Write to a master on all ranks of one replica, cast it in a forward pass, and step on all ranks."""
     master, _ = models.masters(run.model)["blocks.1.1.weight"]
     before = master.detach().clone()
     with torch.no_grad():

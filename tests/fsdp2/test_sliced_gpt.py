@@ -34,7 +34,7 @@ def text(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> Any:
-    """The GPT on replicas of shards of two slices; what begins with `frozen` does not learn."""
+    """Return the GPT on replicas of shards of two slices. Parameters that begin with `frozen` do not learn."""
     mesh = models.mesh((replicas, dist.get_world_size() // replicas // 2, 2), ("replicate", "shard", "tp"))
     with torch.random.fork_rng():
         torch.manual_seed(0)

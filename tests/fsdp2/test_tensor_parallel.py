@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 
 def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int = 1) -> nn.Module:
-    """Two slices, each sharded over half of the ranks of a replica."""
+    """Return a model of two slices, each sharded over half of the ranks of a replica."""
     model = MLP(hidden).to(models.place())
     shape = replicas, dist.get_world_size() // 2 // replicas, 2
     mesh = models.mesh(shape, ("replicate", "dp", "tp"))

@@ -31,7 +31,7 @@ class Recorder(FSDPWeight):
 
 
 def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterParameter, Recorder]:
-    """A wrapper, and who is told of writes to it."""
+    """Return a master, and the recorder of writes to it."""
     manager = CastManager(nn.Module(), None)
     recorder = Recorder(manager)
     plain = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
@@ -39,7 +39,7 @@ def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterPar
 
 
 def operators() -> Iterator[Any]:
-    """All of aten, in this torch."""
+    """Yield all operators of aten in this torch."""
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, rest = name.partition("::")
         operator, _, overload = rest.partition(".")
@@ -48,7 +48,7 @@ def operators() -> Iterator[Any]:
 
 
 def writes(argument: Any) -> bool:
-    """Whether an argument of a schema is written to."""
+    """Return whether an argument of a schema is written to."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -151,7 +151,7 @@ NOT_OF_MASTERS = {
 
 
 def viewing() -> Iterator[Any]:
-    """The operators that may return a view of their first argument."""
+    """Yield the operators that may return a view of their first argument."""
     elsewhere = {name for names in NOT_OF_MASTERS.values() for name in names.split()}
     for operator in operators():
         declared = any(
@@ -243,7 +243,7 @@ FORMS: dict[str, Callable[[Any], object]] = {
 
 
 def a_weight(model: nn.Module) -> Any:
-    """The parameter that is written to."""
+    """Return the parameter that is written to."""
     return models.masters(model)["blocks.0.1.weight"][0]
 
 

@@ -43,7 +43,7 @@ class Event:
         Event.waits.append((self._recorded, Event.now))
 
     def query(self) -> bool:
-        """The event has passed whenever somebody asks."""
+        """Return True: the event has passed whenever it is asked."""
         return True
 
 
@@ -150,7 +150,7 @@ def test_a_load_that_is_refused_leaves_a_disagreement(tmp_path: Path) -> None:
 
 
 def is_refused(model: Any) -> bool:
-    """Whether a forward pass says that one rank's masters were changed."""
+    """Return whether a forward pass says that one rank's masters were changed."""
     return "was changed on ranks" in error_of(lambda: model(models.batch(0, 64)))
 
 

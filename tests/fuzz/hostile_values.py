@@ -97,7 +97,7 @@ class Guarded:
 
 
 def master_of(shard: Shard, values: Tensor) -> tuple[Any, Guarded | None]:
-    """The master as the case has it; `values` are the whole weight's, flat."""
+    """Return the case's master. `values` are those of the whole weight, flat."""
     good = values[slice(*shard.span)].clone()
     if shard.master == "none":
         return None, None
@@ -133,7 +133,7 @@ def start_of(shard: Shard) -> Any:
 
 
 def weight_of(shard: Shard, others: list[Any]) -> tuple[Any, Guarded | None]:
-    """The weight as the case has it, its bytes in a guarded storage."""
+    """Return the case's weight, its bytes in a guarded storage."""
     if shard.weight == "plain":
         return torch.zeros(shard.shape), None
     if shard.weight == "none":

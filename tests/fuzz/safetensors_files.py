@@ -62,7 +62,7 @@ LIES = ("",) * 8 + (
 
 
 def _size(one: Tensor) -> int:
-    """The bytes that the item stands for, as far as that can be said, at most a few thousand."""
+    """Return the bytes that the item stands for as far as they are known, at most a few thousand."""
     if not isinstance(one.shape, list) or not all(isinstance(extent, int) and extent >= 0 for extent in one.shape):
         return 4
     numel = 1

@@ -65,7 +65,7 @@ class Prepared:
 
 
 def codes(weight: Any) -> Tensor | None:
-    """One a element, flat; None for what is no weight with bytes."""
+    """Return a code for each element, flat, or None for what is no weight with bytes."""
     if not isinstance(weight, QuantizedWeight) or weight.is_meta:
         return None
     data = weight.state.rowwise_data.detach().clone()

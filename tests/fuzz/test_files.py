@@ -59,7 +59,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def attempt(folder: Path, trainer: Trainer, hashed: bool) -> bool:
-    """Whether it loads. Refused with hashes, nothing has changed."""
+    """Return whether a checkpoint loads. One that is refused with hashes changes nothing."""
     before = snapshot(trainer) if hashed else {}
     try:
         optim.load(trainer.optimizer, folder)

@@ -69,7 +69,7 @@ def receive(path: Path) -> None:
 
 
 def stored(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file as a user loads them; what safetensors itself refuses never comes to us."""
+    """Load the tensors of a file as a user does. What safetensors refuses never comes to us."""
     open_source(path)
     try:
         tensors: dict[str, Tensor] = load_file(path)

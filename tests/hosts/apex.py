@@ -61,11 +61,13 @@ class Fused(HostUnderTest):
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
-        """A backward pass is Apex's."""
+        """Leave out backward passes, which are Apex's."""
         return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"load"}}
 
     def phases(self, number: int) -> Calls:
-        """The gather is a part of the step; memory that runs out in Apex's `zero_grad` finds the step taken."""
+        """Return the phases. The gather is a part of the step, and memory may run out in Apex's `zero_grad`
+        after the step.
+        """
         return {
             "backward": lambda: self._run.probe.backward(number, self._run.rank),
             "step": self._step,
@@ -98,7 +100,7 @@ class Fused(HostUnderTest):
         return {"refresh": self._optimizer.refresh}
 
     def everything(self) -> casts.Bytes:
-        """All that a step changes."""
+        """Return all that a step changes."""
         return checkpoints.held(self._run)
 
     def whole(self) -> dict[str, Tensor]:
@@ -106,7 +108,7 @@ class Fused(HostUnderTest):
         return {f"{key}.{name}": t for name, state in self._run.state().items() for key, t in state.items()}
 
     def guarded(self) -> Calls:
-        """The optimizer and the weights."""
+        """Return the calls of the optimizer and the weights."""
         optimizer, probe = self._optimizer, self._run.probe
         return {
             "state_dict": optimizer.state_dict,
@@ -129,7 +131,7 @@ class Fused(HostUnderTest):
         return self._optimizer
 
     def states_that_do_not_fit(self) -> Calls:
-        """An entry that is missing, and another shape."""
+        """Return loads of a state without an entry, and of one with another shape."""
         state = self._optimizer.state_dict()
         entries = [key for key in state["state"] if key != "step"]
         fewer = {key: value for key, value in state["state"].items() if key != entries[-1]}
@@ -149,7 +151,7 @@ class Fused(HostUnderTest):
         return self._run.probe
 
     def master(self, kind: str) -> Tensor:
-        """The part of this rank, in Apex's bucket."""
+        """Return this rank's part, in Apex's bucket."""
         state = self._optimizer.state
         parts = [
             state["buckets"][fragment.bucket_id].params_shard[slice(*fragment.shard_range)]

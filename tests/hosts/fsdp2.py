@@ -81,7 +81,7 @@ class Prepared(HostUnderTest):
         return found if variant == "AdamW" else {"step": {"again", "load"}, **found}
 
     def phases(self, number: int) -> Calls:
-        """A gather casts what the step has left."""
+        """Return the phases. The gather casts what the step has left."""
         return {
             "backward": lambda: self._backward(number),
             "step": self._optimizer.step,
@@ -180,7 +180,7 @@ class Prepared(HostUnderTest):
         return self._model(x)  # type: ignore[no-any-return]
 
     def live_weight(self) -> zerocast.QuantizedWeight:
-        """The first block stays gathered."""
+        """Return a weight of the first block, which stays gathered."""
         self._model.blocks[0].unshard()
         return super().live_weight()
 

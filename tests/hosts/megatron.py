@@ -70,7 +70,7 @@ class Megatron(HostUnderTest):
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
-        """A backward pass is Megatron's. What overlaps is gathered in the forward pass and not by a sync."""
+        """Leave out backward passes, which are Megatron's. With overlap the forward pass gathers, and no sync does."""
         gathers = (
             {"forward": {"again", "refresh"}}
             if variant == "overlap"
@@ -79,7 +79,7 @@ class Megatron(HostUnderTest):
         return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"refresh"}, **gathers}
 
     def phases(self, number: int) -> Calls:
-        """The forward pass gathers what overlaps."""
+        """Return the phases. With overlap the forward pass gathers."""
         return {
             "forward": lambda: self.forward(number),
             "backward": lambda: self.run.backward(self._loss),
@@ -134,7 +134,7 @@ class Megatron(HostUnderTest):
         return {f"{key}.{name}": value for key, named in held.items() for name, value in named.items()}
 
     def guarded(self) -> Calls:
-        """The host's calls, the attachment's and the weights'."""
+        """Return the calls of the host, the attachment and the weights."""
         optimizer, state = self.run.optimizer, os.path.join(self.folder, "state")
         calls: Calls = {
             "state_dict": optimizer.state_dict,
@@ -175,7 +175,7 @@ class Megatron(HostUnderTest):
         return self.run.ddp
 
     def master(self, kind: str) -> Tensor:
-        """The shard that the optimizer steps over."""
+        """Return the shard that the optimizer steps over."""
         param = self.parameter(kind)
         masters = [
             master
@@ -190,7 +190,7 @@ class Megatron(HostUnderTest):
         self.attachment.refresh()
 
     def product(self, x: Tensor) -> Tensor:
-        """The first layer takes 64 columns."""
+        """Return the product of two copies of `x`, since the first layer takes 64 columns."""
         return self.run.ddp(torch.cat([x, x], -1))  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor) -> None:

@@ -66,7 +66,7 @@ class AttachedPlan(HostUnderTest):
         self._plan.cast()
 
     def phases(self, number: int) -> Calls:
-        """The gather belongs to the step."""
+        """Return the phases. The gather belongs to the step."""
         generator = torch.Generator().manual_seed(1000 * number + self._group.rank)
         x = torch.randn(8, 32, generator=generator).bfloat16()
         return {"backward": lambda: self.backward(self.product(x).float().square().mean()), "step": self._step}
@@ -137,7 +137,7 @@ class AttachedPlan(HostUnderTest):
         return self._model
 
     def master(self, kind: str) -> Tensor:
-        """A plain parameter is its own."""
+        """Return the master. A plain parameter is its own."""
         return self._master if kind == "quantized" else self.parameter(kind)
 
     @property

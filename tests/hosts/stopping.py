@@ -52,7 +52,7 @@ class Place:
         return f"{self.when} {self.name}"
 
     def is_between_collectives(self, fault: str) -> bool:
-        """Whether all ranks can go on after the fault, if all of them have raised."""
+        """Return whether all ranks can go on after the fault, if all of them have raised."""
         return fault == "out of memory" and self.when != "during"
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ def _leave(path: Path, value: Any) -> None:
 
 
 def _wait_for(paths: list[Path], seconds: float, processes: Sequence[BaseProcess] = ()) -> bool:
-    """Whether all files are there in time; processes that end do not leave them."""
+    """Wait for all files. Return whether they are there in time; processes that end early leave none."""
     end = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         if time.monotonic() > end or (processes and not any(process.is_alive() for process in processes)):

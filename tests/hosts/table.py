@@ -22,7 +22,7 @@ ON = ("CPU", "GPU")
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """The runs by the names of their files."""
+    """Return the recorded runs by the names of their files."""
     return {path.name: json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))}
 
 
@@ -47,7 +47,7 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def _cell(by_device: dict[str, set[int]]) -> str:
-    """The numbers of ranks on CPUs, then in brackets those on GPUs."""
+    """Return the numbers of ranks on CPUs, then those on GPUs in brackets."""
     on_cpus, on_gpus = (_ranges(by_device[on]) for on in ON)
     return f"{on_cpus} ({on_gpus})".strip() if on_gpus else on_cpus
 
@@ -86,7 +86,7 @@ def _machine(run: dict[str, Any], device: str) -> str:
 
 
 def with_table(text: str, made: str) -> str:
-    """The text with the table between its marks. ValueError if they are not there."""
+    """Return the text with the table between its marks. ValueError if they are missing."""
     found = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{made}\n{END}", text, flags=re.DOTALL)
     if BEGIN not in text or END not in text.partition(BEGIN)[2]:
         raise ValueError(f"looked for {BEGIN.strip()} and {END}")

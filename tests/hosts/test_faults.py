@@ -32,7 +32,7 @@ class Repeated:
             self._expected.append(self.run.everything())
 
     def calls(self) -> dict[str, Any]:
-        """The load, the refreshes and the phases of the third step, in order."""
+        """Return the load, the refreshes and the phases of the third step, in order."""
         return {"load": self.run.load, **self.run.refreshes(), **self.run.phases(2)}
 
     def places(self, where: str) -> list[int]:

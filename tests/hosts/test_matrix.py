@@ -41,7 +41,7 @@ Values = dict[str, Tensor]
 
 
 def inputs(number: int, grad: bool = False) -> Tensor:
-    """The inputs of a forward pass on this rank."""
+    """Return the inputs of a forward pass on this rank."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     return torch.randn(8, 32, generator=generator).bfloat16().requires_grad_(grad)
 
@@ -64,7 +64,7 @@ def verified(run: HostUnderTest) -> Values:
 
 
 def moves(run: HostUnderTest, kind: str) -> Values:
-    """Whether a step changes the parameter, which was frozen or unfrozen before."""
+    """Return whether a step changes the parameter, which was frozen or unfrozen before."""
     before, _ = value(run, kind), run.step(5)
     return {"it moves": torch.tensor(not torch.equal(before, value(run, kind)))}
 
@@ -75,7 +75,7 @@ def value(run: HostUnderTest, kind: str) -> Tensor:
 
 
 def stepped(run: HostUnderTest) -> Values:
-    """One step, and a product with what it made."""
+    """Take a step. Return the state and the products after it."""
     run.step(5)
     return {**run.saved(), **products(run)}
 
@@ -262,7 +262,7 @@ EVENTS = {
 
 
 def run_of(host: str, folders: Iterator[str], event: str) -> HostUnderTest:
-    """A run to which the event may happen now, with a folder of its own, the same on all ranks."""
+    """Return a run to which the event may happen now, in a folder that is the same on all ranks."""
     run = find(host)(next(folders), ALL_KINDS)
     for number in range(2):
         run.step(number)
@@ -295,7 +295,7 @@ def outcomes(host: str, folders: Iterator[str], event: str, kind: str) -> dict[s
 
 
 def expected(host: str, folders: Iterator[str], event: str, kind: str, happened: bool) -> dict[str, "Values | str"]:
-    """The same of a twin; where the event was refused, of one to which nothing happens."""
+    """Return the same outcomes of a twin, to which nothing happens if the event was refused."""
     run = run_of(host, folders, event)
     x = inputs(9, grad=True)
     run.backward(run.product(x).float().square().mean())
@@ -392,7 +392,7 @@ it is detached                         |all             |-        |-       |..R.
 
 
 def table() -> dict[tuple[str, str, str], dict[str, str]]:
-    """The outcomes of all uses by host, event and kind, of TABLE."""
+    """Return the outcomes of all uses by host, event and kind, of TABLE."""
     found = {}
     header, *lines = ([part.strip() for part in line.split("|")] for line in TABLE.strip().splitlines())
     for event, kind, *cells in lines:
@@ -417,7 +417,7 @@ def test_the_table_has_every_host_event_and_kind() -> None:
 
 
 def in_words(answer: str) -> str:
-    """One of the words of the table; an error without a remedy as it is."""
+    """Return one of the words of the table, or an error without a remedy as it is."""
     return max((word for word in LETTERS.values() if answer.startswith(word)), key=len, default=answer)
 
 

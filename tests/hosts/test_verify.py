@@ -21,7 +21,7 @@ def flip(tensor: Tensor, at: int, rank: int) -> None:
 
 
 def every_buffer(host: str, variant: str, folder: str, culprit: int) -> tuple[int, list[str]]:
-    """One byte of each buffer of each weight is wrong on one rank, in turn: how many were tried, and what is said amiss."""
+    """Flip a bit of each buffer of each weight on one rank in turn. Return their number, and reports that are wrong."""
     with find(host).inside(variant):
         run, world = find(host)(folder, variant), dist.get_world_size()
         for number in range(2):

@@ -63,7 +63,9 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def phases(self, number: int) -> Calls:
-        """The parts of a step in their order; all before "step" change no master, the last one leaves no gradients."""
+        """Return the parts of a step in order. All before "step" change no master, and the last one leaves no
+        gradients.
+        """
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -75,7 +77,7 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> int:
-        """The newest checkpoint; returns its steps."""
+        """Load the newest checkpoint. Return its number of steps."""
 
     def refreshes(self) -> Calls:
         """Return the calls that cast weights again from unchanged masters, without a step of delayed scaling."""
@@ -90,7 +92,7 @@ class HostUnderTest(abc.ABC):
         """Masters, moments, step and delayed scaling by name, unsharded. All ranks call it."""
 
     def guarded(self) -> Calls:
-        """All that goes on from, saves or reads what may be of different steps."""
+        """Return the calls that go on from, save or read what may be of different steps."""
         raise NotImplementedError
 
     def live(self) -> dict[str, dict[str, Tensor]]:
@@ -135,11 +137,11 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def parameter(self, kind: str) -> Tensor:
-        """The parameter of this kind, as the model has it."""
+        """Return the parameter of this kind in the model."""
         return dict(self.model.named_parameters())[self.NAMES[kind]]
 
     def master(self, kind: str) -> Tensor:
-        """The master of that parameter, as somebody writes to it by hand."""
+        """Return the master of that parameter, for writes by hand."""
         raise NotImplementedError
 
     def recast(self) -> None:
@@ -147,7 +149,7 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
-        """A forward pass through all parameters, here beside each other; `x` is `[8, 32]` in bf16."""
+        """Run a forward pass through all parameters side by side. `x` is `[8, 32]` in bf16."""
         parts = [
             torch.nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
             for parameter in self.model.parameters()
@@ -159,20 +161,20 @@ class HostUnderTest(abc.ABC):
         loss.backward()
 
     def live_weight(self) -> QuantizedWeight:
-        """The trained quantized weight as products read it."""
+        """Return the trained quantized weight as products read it."""
         weight = self.parameter("quantized")
         assert isinstance(weight, QuantizedWeight)
         return weight
 
     def dequantized(self) -> dict[str, Tensor]:
-        """The values of the quantized weights by name, and of the others as they are."""
+        """Return the values of the quantized weights, and the other parameters as they are, by name."""
         return {
             name: p.dequantize() if isinstance(p, QuantizedWeight) else p.detach().clone()
             for name, p in self.model.named_parameters()
         }
 
     def saved(self) -> dict[str, Tensor]:
-        """The values of a state dict by name."""
+        """Return the values of a state dict by name."""
         return self.whole()
 
     @property
@@ -219,14 +221,14 @@ LOOPS = {
 
 
 def find(host: str) -> type[HostUnderTest]:
-    """The class of a host, or of a loop."""
+    """Return the class of a host, or of a loop."""
     module, _, name = {**HOSTS, **LOOPS}[host].partition(":")
     found: type[HostUnderTest] = getattr(importlib.import_module(module), name)
     return found
 
 
 def param(host: str, *values: Any, slow: bool = False) -> Any:
-    """A test parameter, skipped where the host is not installed."""
+    """Return a test parameter, skipped where the host is not installed."""
     why_not = find(host).why_not
     marks = [pytest.mark.skipif(bool(why_not), reason=why_not), *([pytest.mark.slow] if slow else [])]
     return pytest.param(host, *values, marks=marks)
@@ -242,7 +244,7 @@ def variants(*quick: str) -> list[Any]:
 
 
 def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Names of the values that are not equal to the bit."""
+    """Return names of the values that are not equal to the bit."""
     assert expected.keys() == found.keys()
     return [name for name, value in expected.items() if not np.array_equal(value, found[name])]
 

@@ -100,7 +100,7 @@ class Zero(HostUnderTest):
         return {**found, "read": {"again"}} if variant == "overlap" else found
 
     def phases(self, number: int) -> Calls:
-        """A read waits for gathers that overlap."""
+        """Return the phases. A read waits for gathers that overlap."""
         return {
             "backward": lambda: self._trainer.backward(number),
             "step": self._step,
@@ -130,7 +130,7 @@ class Zero(HostUnderTest):
         return self._checkpoints.load(self._optimizer)
 
     def everything(self) -> casts.Bytes:
-        """All that a rank holds."""
+        """Return all that a rank holds."""
         return snapshot(self._trainer)
 
     def whole(self) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Zero(HostUnderTest):
         return gathered(pieces, {name: value.shape for name, value in found.items()})
 
     def guarded(self) -> Calls:
-        """The optimizer and the weights."""
+        """Return the calls of the optimizer and the weights."""
         optimizer = self._optimizer
         return {
             "state_dict": optimizer.state_dict,
@@ -175,7 +175,7 @@ class Zero(HostUnderTest):
         return self._probe
 
     def master(self, kind: str) -> Tensor:
-        """The part of this rank, in the state."""
+        """Return this rank's part, in the state."""
         parts = [part for _, part in boxes(self._optimizer.state_dict()["model"][self.NAMES[kind]])]
         return parts[0] if parts else torch.empty(0)
 

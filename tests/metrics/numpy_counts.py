@@ -25,7 +25,7 @@ def buffers_of(weight: QuantizedWeight) -> Buffers:
 
 
 def counts(fmt: str, master: NDArray[np.float32], before: Buffers, now: Buffers) -> dict[str, float]:
-    """Every field of `CastCounts`, for the elements of a whole weight `[M, K]`."""
+    """Return every field of `CastCounts`, for the elements of a whole weight `[M, K]`."""
     spec = get_format(fmt)
     assert spec.element
     cast = model.Cast(spec.name, "unused", model.Settings(element=spec.element.name))

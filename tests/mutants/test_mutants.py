@@ -24,7 +24,7 @@ int64_t clamp(int64_t x) {  // 1 + 1
 
 
 def mutants(path: str, source: bytes) -> list[tuple[int, str]]:
-    """The lines that are changed, with what they become."""
+    """Return the lines that are changed, with what they become."""
     changed = [(site.line, site.apply(source)) for site in sites(path, source)]
     return sorted((line, text.splitlines()[line - 1].decode().strip()) for line, text in changed)
 

@@ -52,7 +52,7 @@ def test_what_has_changed_on_the_last_rank_under_fsdp2(gpu_ranks, world):
 
 
 def trained(fmt: str, mode: str | None, device: str) -> list[Tensor]:
-    """The masters after four steps of two micro-batches, of two blocks that are compiled one by one."""
+    """Return the masters after four steps of two micro-batches, with two blocks that are compiled one by one."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     blocks = nn.ModuleList([Mlp(256, 512), Mlp(256, 512)]).to(device, torch.bfloat16)
@@ -75,7 +75,7 @@ def trained(fmt: str, mode: str | None, device: str) -> list[Tensor]:
 
 
 def trained_with_and_without_graphs(fmt: str, device: str) -> tuple[bool, bool]:
-    """Whether masters are equal, and whether the compiler has recorded graphs."""
+    """Return whether masters are equal, and whether the compiler has recorded graphs."""
     pairs = list(zip(trained(fmt, None, device), trained(fmt, "reduce-overhead", device), strict=True))
     manager = torch._inductor.cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return len(pairs) == 10 and all(torch.equal(*pair) for pair in pairs), manager is not None

@@ -107,7 +107,7 @@ CYCLES = 2_000_000_000  # about a second of a GPU
 
 
 def waits_of(host: str, optimizer: str) -> tuple[bool, list[str]]:
-    """Whether a step was issued while the device was busy with something older; copies of pageable memory in three steps."""
+    """Return whether a step was issued while the device was busy, and the copies of pageable memory in three steps."""
     model = models.Net(models.FEW, 256, 512)
     if host == "FSDP2":
         models.sharded(model)
@@ -190,7 +190,7 @@ def on_tensor_cores(formats: tuple[str, ...], how: str, setting: str = "") -> Fo
 
 
 def slices_on_tensor_cores(fmt: str, how: str) -> Found:
-    """The same of two slices of tensor parallelism."""
+    """Train two slices of tensor parallelism. Return what `products_of` does."""
     torch._dynamo.reset()
     model = test_tensor_parallel.parallel(fmt, hidden=512)
     inputs = [models.batch(step, test_tensor_parallel.WIDTH, rank=0, rows=64) for step in range(3)]

@@ -71,7 +71,7 @@ def test_a_rank_without_gradients_before_no_sync(gpu_ranks, passes, count):
 
 
 def waits_after_no_sync() -> bool:
-    """Whether the host waits, in a step after no_sync, for what the GPU does before that step."""
+    """Return whether the host waits, in a step after no_sync, for what the GPU does before that step."""
     trainer = Trainer(Run(accumulate=2, device="cuda"))
     trainer.train(range(3))
     trainer.backward(3)

@@ -25,7 +25,7 @@ EAGER = {"rank order": DETERMINISTIC, "library order": ZeroConfig(bucket_size=40
 
 
 def trained(config: ZeroConfig, late: bool, steps: int = 10) -> dict[str, Any]:
-    """The losses of this rank and every byte of its weights after the last step; each all-gather late if so said."""
+    """Return this rank's losses and every byte of its weights after the last step. Each all-gather is late if `late`."""
     net = models.Net(models.FORMATS, 64, 96).to(models.place(), torch.bfloat16)
     model = zerocast.quantize_(net, zerocast.Recipe(net.recipe))
     with late_gathers() if late else contextlib.nullcontext([1]) as delayed:
@@ -71,7 +71,7 @@ def read_second(weights: list[Any], found: list[torch.Tensor], stream: torch.cud
 
 
 def passes_first(event: torch.cuda.Event, other: torch.cuda.Event) -> bool:
-    """Whether an event passes while the other one has not."""
+    """Return whether an event passes while the other one has not."""
     while not event.query():
         if other.query():
             return False
@@ -79,9 +79,9 @@ def passes_first(event: torch.cuda.Event, other: torch.cuda.Event) -> bool:
 
 
 def second_reader(is_guarded: bool) -> tuple[bool, bool, bool]:
-    """The stream of the first reader is busy, and the copies that it makes come after that. Whether
-    the host waited for it, whether a second thread on another stream read before they were there,
-    and whether it read the right bytes.
+    """Keep the first reader's stream busy ahead of its copies. Return whether the host waited for them,
+    whether a second thread on another stream read before they were there, and whether it read the right
+    bytes.
     """
     trainer = Trainer(Run(config=OVERLAP, device="cuda"))
     weights: list[Any] = [trainer.probe.get_parameter(name) for name in TRANSPOSED]

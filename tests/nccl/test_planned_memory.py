@@ -39,7 +39,7 @@ class Gpt(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The hidden states of some words."""
+        """Return the hidden states of some words."""
         x = self.words(x)
         for block in self.blocks:
             x = x + block(x)
@@ -72,7 +72,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def held_and_peak(parallel: str, fmt: str, config: ZeroConfig) -> tuple[int, int]:
-    """The bytes that a model and its optimizer live on between steps, and the most that a step takes."""
+    """Return the bytes that a model and its optimizer keep between steps, and the peak of a step."""
     # Libraries of products allocate workspaces once.
     steps(*built(SMALL, parallel, fmt, config))
     gc.collect()

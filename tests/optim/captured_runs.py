@@ -58,7 +58,7 @@ class Trainee(Trainer):
             options["lr"] = torch.tensor(options["lr"], device=case.device)
 
     def capture(self, kind: type[CapturedStep] = Repeated) -> CapturedStep:
-        """The step as a graph; on the CPU as something that acts like one."""
+        """Return the step as a graph, or on the CPU as something that acts like one."""
         o, limit = self.optimizer, self.run.max_norm
         if self.run.device != "cpu":
             return o.capture(limit)

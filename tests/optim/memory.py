@@ -31,7 +31,7 @@ def live_bytes(known: frozenset[int] = frozenset()) -> int:
 
 
 def settled_bytes(known: frozenset[int]) -> int:
-    """The same once the threads of gloo have let go of what they sent, which they do a moment after it has arrived."""
+    """Return the live bytes after gloo's threads have freed what they sent, a moment after it arrived."""
     levels = []
     for _ in range(4):
         levels.append(live_bytes(known))

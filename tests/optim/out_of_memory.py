@@ -60,8 +60,8 @@ def _lines() -> list[tuple[Any, int]]:
 
 
 def of_each_place(places: list[int]) -> list[int]:
-    """The first, the middle and the last operator of each place: parameters take turns in a loop, and all loops are begun, half
-    done and all but done.
+    """Return the first, the middle and the last operator of each place. Parameters take turns in a loop, so
+    all loops are begun, half done and all but done.
     """
     numbers: dict[int, list[int]] = {}
     for number, place in enumerate(places):

@@ -27,7 +27,7 @@ class Spec:
     used: str = "always"
 
     def initial(self) -> Tensor:
-        """The FP32 value that its master starts from."""
+        """Return the FP32 value that the master starts from."""
         value = _normal(self.name, self.shape) * 0.1
         return value if self.fmt != PLAIN else value.to(self.dtype).float()
 
@@ -82,7 +82,7 @@ class Probe(nn.Module):
                 zerocast.quantize_(self, zerocast.Recipe({spec.name: spec.fmt}), dtype=spec.dtype)
 
     def loss(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """A scalar whose gradients are `gradients`; parameters without one take no part."""
+        """Return a scalar whose gradients are `gradients`. Parameters without one take no part."""
         parts = []
         for spec in self.specs:
             gradient, parameter = gradients[spec.name], self.get_parameter(spec.name)

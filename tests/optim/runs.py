@@ -31,7 +31,9 @@ KINDS = ("ZeroAdamW", "ZeroMuon", "FusedAdamW")
 
 
 def build(kind: str, named: Iterable[tuple[str, Tensor]], **options: Any) -> Any:
-    """An optimizer of this class over parameters with names. The matrices of a ZeroMuon are its last group, AdamW's the first."""
+    """Build an optimizer of this class over named parameters. The matrices of a ZeroMuon are its last group,
+    AdamW's the first.
+    """
     named = list(named)
     if kind != "ZeroMuon":
         return {"ZeroAdamW": ZeroAdamW, "FusedAdamW": FusedAdamW}[kind](named, **options)
@@ -48,7 +50,7 @@ def rank() -> int:
 
 
 def world() -> int:
-    """The number of ranks; 1 without a process group."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -92,7 +94,7 @@ class Run:
         return None if total is None else total.to(self.config.grad_dtype or spec.dtype)
 
     def rounds(self, spec: Spec, step: int, ranks: int) -> list[F32]:
-        """Each round's mean over the ranks, of what arrives of each contribution."""
+        """Return the mean over the ranks of what arrives, for each round."""
         passes = range(step * self.accumulate, (step + 1) * self.accumulate)
         parts = [passes] if self.no_sync or self.stage == 1 else [range(p, p + 1) for p in passes]
         return [mean([self.sent(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
@@ -166,7 +168,7 @@ def boxes(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
 
 
 def weight_bytes(probe: torch.nn.Module) -> dict[str, casts.Bytes]:
-    """The bytes of all weights by name."""
+    """Return the bytes of all weights by name."""
     found = {}
     for name, parameter in probe.named_parameters():
         quantized = isinstance(parameter, QuantizedWeight)
@@ -175,7 +177,7 @@ def weight_bytes(probe: torch.nn.Module) -> dict[str, casts.Bytes]:
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """All that a rank holds."""
+    """Return all that a rank holds."""
     found: dict[str, Any] = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
     state = trainer.optimizer.state_dict()
     leaves = {f"model {n}": v for n, v in state["model"].items()}
@@ -188,7 +190,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def refused(trainer: Trainer, call: Callable[[], object]) -> str:
-    """The error of a call that changes nothing of what this rank holds."""
+    """Return the error of a call that changes nothing of what this rank holds."""
     before = snapshot(trainer)
     said = error_of(call)
     casts.assert_same_bytes(snapshot(trainer), before, f"rank {trainer.rank}: {said}")

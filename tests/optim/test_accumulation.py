@@ -205,7 +205,7 @@ class SharedBlocks(nn.Module):
 
 
 def shared(reentrant: bool | None, outer: bool, bottom: bool, bucket_size: int, stage: int) -> Any:
-    """The masters after a step; or what was raised."""
+    """Return the masters after a step, or the error."""
     model = SharedBlocks(reentrant, outer, bottom)
     config = ZeroConfig(bucket_size, deterministic=True)
     optimizer = ZeroAdamW(model.named_parameters(), lr=1e-3, eps=1.0, stage=stage, config=config)

@@ -236,7 +236,7 @@ _attached: list[Any] = []
 
 
 def attached() -> nn.Parameter:
-    """A weight of which a plan is attached to an optimizer of masters, which are all on rank 0."""
+    """Return a weight whose plan is attached to an optimizer of masters, which are all on rank 0."""
     holder = nn.Linear(32, 32, bias=False)
     zerocast.quantize_(holder, {"weight": "nvfp4"})
     is_owner = rank() == 0

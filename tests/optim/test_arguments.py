@@ -40,7 +40,7 @@ def named(**layers: nn.Module) -> Any:
 
 
 def linear(rows: int = 32) -> nn.Module:
-    """A quantized layer with a bias."""
+    """Return a quantized layer with a bias."""
     return zerocast.quantize_(nn.Linear(64, rows), zerocast.Recipe({"weight": "nvfp4"}), dtype=torch.bfloat16)
 
 
@@ -167,7 +167,9 @@ OUT_OF_RANGE += [("eps", -1e-8), ("weight_decay", float("inf"))]
 
 
 def stepped_with(kind: str, key: str, value: Any) -> tuple[str, list[bool]]:
-    """The error of a step whose group has this value since the first step, and whether parameters are as before."""
+    """Return the error of a step whose group has had this value since the first step, and whether parameters
+    are unchanged.
+    """
     net: Any = nn.Linear(32, 32) if kind == "FusedAdamW" else linear(64)
     optimizer = build(kind, net.named_parameters())
     for _ in range(2):

@@ -144,7 +144,7 @@ def test_not_with_the_reference_backend():
 
 
 def graphs_after_a_move(device: str, culprit: int) -> list[bool]:
-    """Whether there is a graph after each step, where a scale of the culprit moves before the second one."""
+    """Return whether there is a graph after each step. A scale of the culprit moves before the second one."""
     trainee, other = Trainee(Case(device=device)), Trainee(Case(device=device))
     step, found = trainee.capture(), []
     for number in range(4):

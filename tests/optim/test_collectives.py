@@ -38,7 +38,7 @@ MODEL = (
 
 
 def one_step(run: Run, clip: bool) -> dict[str, int]:
-    """The collectives of a third step, of which torch has seen as many below torch.distributed."""
+    """Return the collectives of a third step. Torch must have seen no others."""
     trainer = Trainer(run)
     trainer.train(range(2))
     with Traffic() as traffic, CommDebugMode() as below:
@@ -234,7 +234,7 @@ MOST_FILES = 31
 
 
 def step_of(fmt: str) -> partial[object]:
-    """A step after others, with gradients."""
+    """Return a step with gradients, after earlier ones."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     zerocast.quantize_(model, {"*.weight": fmt})

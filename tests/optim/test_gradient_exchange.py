@@ -37,7 +37,7 @@ Named = list[tuple[str, Tensor, int]]
 
 
 def packed(whole: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
-    """A rank's flat shard of these gradients; padding is NaN, which nobody may be sent."""
+    """Return a rank's flat shard of these gradients. Padding is NaN, which no rank may be sent."""
     flat = torch.full((flat_numel(layout.gradients),), torch.nan)
     for bucket in layout.gradients:
         for slot in bucket.slots:

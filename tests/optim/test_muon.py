@@ -180,7 +180,7 @@ def test_values_that_become_invalid() -> None:
 
 
 def llama_8b() -> list[tuple[str, Tensor, int]]:
-    """The matrices of Llama 3 8B's layers."""
+    """Return the matrices of Llama 3 8B's layers."""
     shapes = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
     shapes |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
     return [

@@ -54,7 +54,7 @@ def deep_copy(probe: Probe) -> Found:
 
 
 def tied_head(probe: Probe) -> Found:
-    """A functional read, in training mode."""
+    """Read a weight by a function, in training mode."""
     x = torch.ones(3, 112, dtype=BF16)
     return {"out": casts.raw(nn.functional.linear(x, probe.get_parameter("nv")))}
 

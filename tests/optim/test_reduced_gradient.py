@@ -32,7 +32,7 @@ def trained(stage: int = 2) -> Trainer:
 
 
 def gradient(shape: tuple[int, ...] = (8, 8)) -> tuple[ReducedGradient, ZeroAdamW]:
-    """A reduced gradient with the optimizer that keeps it alive."""
+    """Return a reduced gradient with the optimizer that keeps it alive."""
     parameter = nn.Parameter(torch.ones(shape))
     optimizer = ZeroAdamW([("w", parameter)], config=DETERMINISTIC)
     (parameter * 3.0).sum().backward()

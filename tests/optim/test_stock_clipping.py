@@ -40,7 +40,7 @@ INF = math.inf
 
 
 def ulps(a: Tensor, b: Tensor) -> float:
-    """The distance of two FP32 numbers, in ulp of the second."""
+    """Return the distance of two FP32 numbers, in ulp of the second."""
     b = b.double()
     return float((a.double() - b).abs() / (torch.finfo(FP32).eps * 2.0 ** b.abs().log2().floor())) if b else float(a)
 
@@ -50,7 +50,7 @@ def gradients(trainer: Trainer) -> list[Any]:
 
 
 def full(trainer: Trainer) -> Tensor:
-    """All gradients end to end, f64."""
+    """Return all gradients end to end, in f64."""
     return torch.cat([gradient.full_tensor().reshape(-1) for gradient in gradients(trainer)]).double()
 
 
@@ -59,13 +59,13 @@ def masters(trainer: Trainer) -> list[Tensor]:
 
 
 def differ(ours: Trainer, theirs: Trainer) -> float:
-    """The largest difference of masters, which a step moves by up to the learning rate of 1e-2."""
+    """Return the largest difference of masters. A step moves them by up to the learning rate of 1e-2."""
     pairs = zip(masters(ours), masters(theirs), strict=True)
     return max([float((a - b).abs().max()) for a, b in pairs if a.numel()])
 
 
 def expected(trainer: Trainer, step: int) -> Tensor:
-    """The averaged gradient of one backward pass by arithmetic, end to end in the order of `full`."""
+    """Compute the averaged gradient of one backward pass, end to end in the order of `full`."""
     sums = []
     for spec in trainer.run.specs:
         (mean,) = trainer.run.rounds(spec, step, world())

@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def switched(reference: Undistributed, recipe: Recipe) -> Undistributed:
-    """The same masters and moments, in the formats of another recipe."""
+    """Return the same masters and moments, in the formats of another recipe."""
     after = copy.deepcopy(reference)
     for name, spec in reference.specs.items():
         fmt = PLAIN if spec.fmt == PLAIN else str(recipe.format_of(name))

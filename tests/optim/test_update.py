@@ -272,7 +272,7 @@ STEPS = 20
 
 
 def distance(found: Tensor, wanted: Tensor, lr: float) -> float:
-    """The largest difference in ulp of an element, elements below the learning rate measured by the learning rate."""
+    """Return the largest difference in ulp. For elements below the learning rate it is in ulp of the learning rate."""
     return float(((found - wanted).abs() / (wanted.abs().clamp(min=lr) * ULP)).max())
 
 

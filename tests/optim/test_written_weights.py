@@ -25,7 +25,7 @@ _other: list[Probe] = []
 
 
 def other() -> Probe:
-    """A model of other values, a new one at each call."""
+    """Return a new model of other values at each call."""
     if not _other:
         probe = Probe(SPECS)
         optimizer = ZeroAdamW(probe.named_parameters(), lr=0.5)

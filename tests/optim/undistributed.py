@@ -59,7 +59,7 @@ class Undistributed:
             self._cast(name)
 
     def steps_of(self, name: str) -> int:
-        """The steps that a parameter has taken."""
+        """Return the steps that a parameter has taken."""
         return self.step_count - self._before[name]
 
     def step(
@@ -179,7 +179,7 @@ class UndistributedMuon(Undistributed):
 
 
 def mean(by_rank: Sequence[Tensor | None], like: Spec) -> F32:
-    """The average over the ranks, added in rank order in f32; a missing gradient counts as zero."""
+    """Return the average over the ranks, added in rank order in f32. A missing gradient counts as zero."""
     parts = [np.zeros(like.shape, f32) if g is None else g.float().numpy() for g in by_rank]
     return _sum(parts) / f32(len(parts))
 

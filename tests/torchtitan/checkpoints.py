@@ -23,7 +23,7 @@ def run(case: Any, folder: str, resume: int = -1, make: Any = trainer) -> tuple[
 
 
 def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str], list[str]]:
-    """Digests of the masters of a run that starts from Hugging Face's names, and complaints about its bytes."""
+    """Return digests of the masters of a run that starts from Hugging Face's names, and complaints about its bytes."""
     options = ("--checkpoint.enable", "--checkpoint.initial-load-in-hf", f"--checkpoint.initial_load_path={path}")
     with trainer(case.having(*options), folder) as made:
         assert made.checkpointer.load()
@@ -41,7 +41,9 @@ def exported(case: Case, folder: str) -> list[str]:
 
 
 def loaded_masters(case: Any, folder: str, step: int, make: Any = trainer) -> dict[str, str]:
-    """Digests of the masters that a run of this case starts with when it loads that step; data may be cut for other ranks."""
+    """Return digests of the masters with which a run of this case starts from that step. Data may be cut for
+    other ranks.
+    """
     with make(case.having(*SAVING, "--checkpoint.exclude_from_loading=dataloader"), folder) as made:
         made.checkpointer.load(step=step)
         return masters(made)
@@ -66,7 +68,7 @@ def contents(made: Any) -> dict[str, str]:
 
 
 def whole(tensor: Any) -> Tensor:
-    """The tensor gathered from all ranks, if it is sharded."""
+    """Return the tensor gathered from all ranks, if it is sharded."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 

@@ -160,7 +160,9 @@ def test_other_ranks_and_plain_torchtitan_load_the_masters(ranks: Ranks, tmp_pat
 
 
 def with_converter() -> Any:
-    """A configuration of which torchtitan's own converter has replaced a product, as far as `has_quantization` sees."""
+    """Return a configuration with a product that torchtitan's own converter replaced, as far as
+    `has_quantization` sees.
+    """
     config = plain()
     attention = config.model_spec.model.layers[0].attention
     attention.wo = derive(attention.wo, nvfp4.NVFP4Linear.Config)
@@ -203,7 +205,7 @@ def build(config: Any, folder: str) -> str:
 
 
 def without_policies(model: Any, *, ac_config: Any, **given: Any) -> Any:
-    """A parallelize_fn that recomputes in a way of its own, as flux's does."""
+    """Recompute in a way of its own, like flux's parallelize_fn."""
     return plain().model_spec.parallelize_fn(model, ac_config=None, **given)
 
 

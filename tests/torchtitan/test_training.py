@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 
 
 def experts(fmt: str, *options: str) -> Case:
-    """A mixture of experts; its optimizers, which balance load, are torchtitan's."""
+    """Return a case of a mixture of experts. Its optimizers, which balance load, are torchtitan's."""
     return Case(EXPERTS % fmt, "foreach", options=("--model.name=corpus_experts", *options))
 
 

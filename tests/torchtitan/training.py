@@ -41,11 +41,11 @@ class Case:
         return [entry.partition("=")[2] or entry for entry in self.recipe.split(",")]
 
     def having(self, *options: str) -> "Case":
-        """The same case with more arguments on its command line."""
+        """Return the same case with more arguments on its command line."""
         return replace(self, options=(*self.options, *options))
 
     def plain(self) -> "Case":
-        """The same case without zerocast's converter."""
+        """Return the same case without zerocast's converter."""
         return replace(self, converters="")
 
     def arguments(self, folder: str) -> list[str]:
@@ -111,7 +111,7 @@ def complaints(made: Any, when: str) -> list[str]:
 
 
 def amaxes_are_measured(case: Case, folder: str) -> bool:
-    """Whether the next cast finds the amaxes of all weights measured."""
+    """Return whether the next cast finds the amaxes of all weights measured."""
     with trainer(case, folder) as run:
         run.train()
         manager = models.manager(run.model_parts[0])
@@ -122,7 +122,7 @@ def amaxes_are_measured(case: Case, folder: str) -> bool:
 
 
 def refused(case: Any, folder: str, make: Any = trainer) -> str:
-    """The ValueError of a run."""
+    """Return the ValueError of a run."""
     try:
         with make(case, folder) as run:
             run.train()

@@ -62,7 +62,7 @@ def is_resumed() -> bool:
 
 
 def batches() -> Any:
-    """An epoch: six steps on one rank, three on two."""
+    """Return an epoch of six steps on one rank, three on two."""
     rows = torch.randn(6 * ACCUMULATED * BATCH, 64, generator=torch.Generator().manual_seed(3))
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)
 

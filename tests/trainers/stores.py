@@ -106,7 +106,7 @@ def lightning(folder: Path) -> Found:
 
 
 def exceptions(whole: list[bytes]) -> Found:
-    """An exception ends a run on all ranks; the run goes on from what is saved then."""
+    """Check that an exception ends a run on all ranks, and that the run goes on from what is saved then."""
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
     class Kept(OnExceptionCheckpoint):

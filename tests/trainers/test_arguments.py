@@ -54,7 +54,7 @@ ROWS = [{"input_ids": torch.arange(8) + shift, "labels": torch.arange(8) + shift
 
 
 def plain_model() -> Any:
-    """A Llama of one layer."""
+    """Return a Llama of one layer."""
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, vocab_size=32, num_attention_heads=2, num_hidden_layers=1
     )
@@ -67,7 +67,7 @@ def model() -> Any:
 
 
 def trainer_of(folder: Path | str, **options: Any) -> Any:
-    """A Trainer with fields of TrainingArguments that are set after its own checks, which ask for GPUs."""
+    """Return a Trainer. Some fields of TrainingArguments are set after its own checks, which ask for GPUs."""
     arguments = transformers.TrainingArguments(
         str(folder), use_cpu=True, bf16=True, report_to=[], disable_tqdm=True, max_steps=2, learning_rate=1e-2
     )

@@ -72,7 +72,7 @@ def configured(**options: Any) -> Iterator[FullyShardedDataParallelPlugin]:
 
 
 def accelerator_of(plugin: FullyShardedDataParallelPlugin, **options: Any) -> Accelerator:
-    """The Accelerator of a rank. On a GPU accelerate chooses FSDP2 by its plugin."""
+    """Return the Accelerator of a rank. On a GPU accelerate chooses FSDP2 by its plugin."""
     on_cpu = models.place() == "cpu"
     found = Accelerator(cpu=on_cpu, fsdp_plugin=None if on_cpu else plugin, fsdp2_recipe=RECIPE, **options)
     assert found.is_fsdp2
@@ -140,7 +140,7 @@ def by_hand(fused: bool) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def of_dequantized() -> Tensor:
-    """The first loss of a plain model whose weights are the dequantized ones."""
+    """Return the first loss of a plain model whose weights are the dequantized ones."""
     plain = net().to(models.place())
     for layer in plain:
         weight = casts.cast_whole(FORMAT, layer.weight.detach().cpu(), torch.float32).dequantize()
@@ -150,8 +150,8 @@ def of_dequantized() -> Tensor:
 
 
 def compared(folder: str, fused: bool) -> tuple[bool, float, float, float]:
-    """Whether weights verify; the largest differences of masters and of losses from a loop of one's own, and of the first
-    loss from that of dequantized weights.
+    """Return whether weights verify, the largest differences of masters and losses from a hand-written loop,
+    and of the first loss from that of dequantized weights.
     """
     before, _, ok, losses = by_accelerate(folder, fused)
     masters, expected = by_hand(fused)

@@ -46,7 +46,7 @@ def as_a_module(folder: Path, module: str, *arguments: str) -> None:
 
 
 def launched(arguments: list[str], report: Path, world: int) -> list[Any]:
-    """A module of ours with its arguments, in a process a rank; the report that each wrote."""
+    """Run a module with its arguments in a process for each rank. Return the report of each."""
     if world == 1:
         status, printed = in_a_process(as_a_module, report.parent, *arguments, str(report))
         assert status == 0, printed[-4000:]

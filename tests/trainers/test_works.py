@@ -87,7 +87,7 @@ def with_adapters(net: Any) -> Any:
 
 
 def plain_copy(net: Any) -> Any:
-    """The same model, with plain weights of the values of its quantized ones."""
+    """Return the same model with the values of its quantized weights in plain weights."""
     other = plain_model()
     with torch.no_grad():
         for (name, ours), theirs in zip(net.named_parameters(), other.parameters(), strict=True):

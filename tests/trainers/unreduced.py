@@ -22,7 +22,7 @@ UNREDUCED = "so its gradient would not be averaged over the ranks"
 
 
 def shared_out(model: nn.Module, weights: bool) -> tuple[zerocast.ZeroAdamW, torch.optim.Optimizer]:
-    """A ZeroAdamW over the weights, or over all parameters, and an SGD over the biases."""
+    """Return a ZeroAdamW over the weights, or over all parameters, and an SGD over the biases."""
     named = [(name, p) for name, p in model.named_parameters() if not weights or "weight" in name]
     return zerocast.ZeroAdamW(named), torch.optim.SGD([p for name, p in model.named_parameters() if "bias" in name])
 
