@@ -107,7 +107,7 @@ def cast_whole(
 
 
 def assert_same_bytes(found: Mapping[str, Any], expected: Mapping[str, Any], what: str = "") -> None:
-    """Every buffer of `expected`, to the byte; the message says where the first difference is."""
+    """Compare every buffer of `expected` to the byte. The message names the first difference."""
     for name, wanted in expected.items():
         assert name in found, f"{what}: no {name}"
         a, b = np.asarray(found[name]).reshape(-1), np.asarray(wanted).reshape(-1)

@@ -52,8 +52,8 @@ class Bound(Exception):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a GPU, what a case would call on its ranks is bound to its arguments before the case is skipped, so that a changed
-    signature is an error here too.
+    """Without a GPU, bind the arguments of a case's call on ranks before the case is skipped, so that a
+    changed signature is an error here too.
     """
     if "gpu_ranks" in getattr(item, "fixturenames", ()) and not torch.cuda.is_available():
         bind_arguments(item)
@@ -88,7 +88,9 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
+    """Freeze the modules, since every test module is imported by now, and give each process one thread, as
+    each rank has.
+    """
     freeze_modules()
     gc.enable()
     torch.set_num_threads(1)
@@ -116,7 +118,7 @@ def is_ours(place: tuple[str, int] | None) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The last thing before the verdict: what was skipped, one line a reason."""
+    """Print what was skipped, a line for each reason, just before the verdict."""
     for title, reasons in (
         ("skipped", skip_reasons(terminalreporter)),
         ("failed: skips that --expect-skips does not allow", unexpected_skips(terminalreporter)),
@@ -163,14 +165,14 @@ def _pools(backend: str) -> Iterator[Ranks]:
 
 @pytest.fixture(params=[name for name in HERE if not is_interpreted(name)], scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every backend for CPU tensors, but for interpreted kernels: for tests of plans and processes."""
+    """Every backend for CPU tensors except interpreted kernels, for tests of plans and processes."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(params=[*HERE, *gpu_params()], scope="module")
 def backend_anywhere(request: pytest.FixtureRequest) -> str:
-    """Every backend, those of a GPU too: for tests of stages and of `casts.cast_whole`, which go where it works."""
+    """Every backend, including those of a GPU, for tests of stages and of `casts.cast_whole`, which go where it is."""
     name: str = request.param
     return name
 
@@ -212,7 +214,7 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh seed, shown when the test fails; ZEROCAST_TEST_SEED repeats one."""
+    """A fresh seed, shown when the test fails. ZEROCAST_TEST_SEED repeats one."""
     chosen = int(os.environ.get("ZEROCAST_TEST_SEED") or secrets.randbits(31))
     print(f"ZEROCAST_TEST_SEED={chosen}")
     return chosen
@@ -220,8 +222,8 @@ def seed() -> int:
 
 @pytest.fixture(autouse=True)
 def fresh_process() -> None:
-    """No test depends on those that ran before it: random numbers start anew, and weights that an earlier test left with
-    gradients and without an owner are forgotten.
+    """Make each test independent of those before it: seed the random numbers, and forget weights that an
+    earlier test left with gradients and without an owner.
     """
     torch.manual_seed(0)
     owners.forget_all()

@@ -30,8 +30,8 @@ def same_on_all(value: Any) -> Any:
 
 @contextlib.contextmanager
 def logged(name: str = "zerocast") -> Iterator[list[str]]:
-    """The warnings of a logger and of those below it. Lesser messages that a process logs once, such as the path of
-    its products, would depend on the tests before.
+    """Collect the warnings of a logger and of those below it. Lesser messages that a process logs once, such
+    as the path of its products, would depend on the tests before.
     """
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -61,7 +61,7 @@ class Absent:
 
 
 def compile_only(compiled: dict[str, dict[str, int]]) -> None:
-    """From now on a launch compiles; the instructions of each kernel are counted in `compiled`."""
+    """Let launches compile only, and count the instructions of each kernel in `compiled`."""
     run = JITFunction.run
 
     def instead(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -81,7 +81,7 @@ def emulated(
     dtype: torch.dtype,
     swizzle: Any = (),
 ) -> Tensor:
-    """In the place of `zerocast.gemm.torch_api.scaled_mm`."""
+    """Emulate `zerocast.gemm.torch_api.scaled_mm`."""
     assert a.is_contiguous()
     left = decoded(a, a_scale, a_scaling, list(swizzle), second=False)
     right = decoded(b.t(), b_scale, b_scaling, list(swizzle), second=True)
@@ -106,7 +106,7 @@ def emulated_grouped(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """In the place of `torch._scaled_grouped_mm`. Rows of the result that belong to no expert are NaN, as they may be there."""
+    """Emulate `torch._scaled_grouped_mm`. Rows of the result that belong to no expert are NaN, as they may be there."""
     assert a.dtype is b.dtype is torch.float8_e4m3fn and out_dtype is BF16 and bias is scale_result is None
     assert _is_row_major(a, -2, -1) and _is_row_major(b, -1, -2)
     assert a.shape[-1] % 16 == 0 and b.shape[-1] % 16 == 0 and b.shape[-2] % 16 == 0

@@ -8,7 +8,7 @@ from hypothesis import settings
 
 
 def worlds(*always: int, slow: Iterable[int]) -> list[Any]:
-    """Rank counts: those of every run, and those of the slow tests beside them."""
+    """Return rank counts: those of every run, and those of the slow tests."""
     return [*always, *(pytest.param(world, marks=pytest.mark.slow) for world in slow)]
 
 

@@ -146,7 +146,7 @@ class Gathered:
                     self.complaints.append(f"weight {index} ({case}) was written outside [{first}, {last})")
 
     def gather(self, group: dist.ProcessGroup | None = None) -> None:
-        """Every owner's bytes to every rank; complains of owners that disagree on a byte that they share."""
+        """Gather every owner's bytes on every rank, and complain of owners that disagree on a byte that they share."""
         mine = []
         for index in range(len(self.cases)):
             first, last = self.owned_bytes(index)
@@ -184,7 +184,7 @@ class Sharded(Gathered):
         self.starts = [start for _, start in shards]
 
     def set_masters(self, step: int) -> None:
-        """The masters of another step, in place."""
+        """Set the masters of another step, in place."""
         for case, master in zip(self.cases, self.masters, strict=True):
             part, _ = case.shard(self.rank, step)
             if master is not None and part is not None:

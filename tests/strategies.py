@@ -111,7 +111,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> tuple[Cut, ...]
 def weights(
     draw: st.DrawFn, world: int, nominal: torch.dtype | None = None, formats: Sequence[str] = FORMATS
 ) -> Weight:
-    """Any weight of any of the formats on `world` ranks."""
+    """Draw a weight of any of the formats on `world` ranks."""
     fmt = draw(st.sampled_from(formats))
     shape = draw(shapes(fmt))
     return Weight(

@@ -29,7 +29,7 @@ def quantized() -> nn.Sequential:
 
 
 def of_another_shape() -> None:
-    """A state of a model with other shapes is loaded."""
+    """Load a state of a model with other shapes."""
     small, large = (ZeroAdamW(quantize_(nn.Sequential(nn.Linear(n, 32)), FP8).named_parameters()) for n in (16, 32))
     large.load_state_dict(small.state_dict())
 

@@ -274,7 +274,9 @@ def freeze_modules() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Its traceback, of a failed assertion with the variables of each function: nothing else tells the values."""
+    """Return the traceback of an error, for a failed assertion with the variables of each function, which
+    nothing else tells.
+    """
     with contextlib.suppress(Exception):  # of a variable that has no text, in Python 3.10
         told = traceback.TracebackException.from_exception(error, capture_locals=isinstance(error, AssertionError))
         return "".join(told.format())
@@ -282,7 +284,7 @@ def _told(error: BaseException) -> str:
 
 
 def _serve(rank: int, world: int, backend: str, store: str, connection: Connection, counted: bool) -> None:
-    """The life of a worker: join the group, answer cases until an empty message."""
+    """Run a worker: join the group, then answer cases until an empty message."""
     import torch
     import torch.distributed as dist
 

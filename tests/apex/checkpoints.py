@@ -27,7 +27,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def save(run: Run, path: str) -> None:
-    """Masters and moments, and the plain parameters, which Apex leaves to the model."""
+    """Save masters and moments, and the plain parameters, which Apex leaves to the model."""
     plain = {name: p.detach() for name, p in run.probe.named_parameters() if name not in run.weights}
     state = {"optimizer": run.optimizer.state_dict(), "plain": plain}
     if dist.get_rank() == 0:
@@ -36,7 +36,7 @@ def save(run: Run, path: str) -> None:
 
 
 def load(run: Run, path: str) -> None:
-    """The plain parameters are the model's to load: after the optimizer, and where no memory runs out."""
+    """Load the optimizer, then the plain parameters, which Apex leaves to the model, where no memory runs out."""
     state = torch.load(path, weights_only=True)
     run.optimizer.load_state_dict(state["optimizer"])
     with torch.no_grad(), _disable_current_modes():

@@ -111,7 +111,7 @@ def _without_an_attribute() -> None:
 
 
 def _of_another_layout() -> None:
-    """An Apex that starts fragments elsewhere."""
+    """Build the optimizer on an Apex that starts fragments elsewhere."""
     with mock.patch.object(apex, "_round_to_multiple", lambda number, multiple, round_up=True: number + 1):
         build(model())
 
@@ -210,7 +210,7 @@ def plain_only() -> tuple[int, bool]:
 
 
 def cannot_cast(run: Run) -> None:
-    """No memory is left where weights go back into their buckets before a cast."""
+    """Let memory run out where weights go back into their buckets before a cast."""
     run.optimizer._driver.gather.prepare = mock.Mock(side_effect=torch.OutOfMemoryError("injected"))
 
 

@@ -73,7 +73,7 @@ def ring_of_bf16(given: Tensor) -> Tensor:
 
 
 def sum_in_fp32(given: Tensor) -> Tensor:
-    """In rank order, as with `deterministic`."""
+    """Return the mean, added in rank order in FP32, as with `deterministic`."""
     total = given[0].float()
     for part in given[1:]:
         total = total + part.float()
@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def errors(steps: int) -> list[dict[str, object]]:
-    """For each number of ranks and way: the error beside the exact mean, and beside what batches differ by."""
+    """Return the error against the exact mean, and against the noise of batches, for each number of ranks and way."""
     rows: list[dict[str, object]] = []
     everything = contributions(steps, max(RANKS))
     for ranks in RANKS:

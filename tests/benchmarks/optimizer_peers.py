@@ -88,7 +88,7 @@ PEERS = {
 
 @contextlib.contextmanager
 def said(name: str) -> Iterator[None]:
-    """A row that cannot be made says why, and the others go on."""
+    """Print why a row cannot be made, and go on with the others."""
     try:
         yield
     except Exception as error:
@@ -207,7 +207,7 @@ def compare_shards(peers: Sequence[str], device: str) -> None:
 
 
 def _train_shards(rank: int, peers: Sequence[str], world: int, device_type: str, folder: str) -> None:
-    """A rank of `compare_shards`. It writes its rows of each weight, or why there are none."""
+    """Run a rank of `compare_shards`. It writes its rows of each weight, or why there are none."""
     store = dist.FileStore(f"{folder}/store{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     device = torch.device(device_type)

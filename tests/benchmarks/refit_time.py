@@ -65,7 +65,7 @@ def idle() -> float:
 
 @contextmanager
 def parts() -> Iterator[Counter[str]]:
-    """The seconds of each part while the context is open, without those of parts that it calls."""
+    """Measure the seconds of each part while the context is open, without those of parts that it calls."""
     seconds: Counter[str] = Counter()
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ class Recorded:
 
 
 def register(layers: int, vocabulary: int) -> None:
-    """The flavor `bench` of models `bench` and `bench_zerocast`, on the text of the tests."""
+    """Register the flavor `bench` of models `bench` and `bench_zerocast`, on the text of the tests."""
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     from tests.torchtitan.corpus import dataloader

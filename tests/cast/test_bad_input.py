@@ -65,7 +65,7 @@ def with_shards(index: int, change: Callable[[Any], Any]) -> Callable[[Call], No
 
 
 def failing_gather(call: Call) -> None:
-    """An error that is neither of the two that a check raises."""
+    """Let a gather fail with an error that is neither of the two that a check raises."""
 
     def fail(weight: QuantizedWeight) -> None:
         raise ConnectionError("the gather in flight failed")

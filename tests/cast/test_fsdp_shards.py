@@ -19,7 +19,7 @@ GUARD = 8
 
 
 def cast_into_shards(cases: tuple[Weight, ...], backend: str | None) -> list[tuple[int, list[Any], casts.Bytes]]:
-    """For each weight: its first owned byte, the guarded storage of each direction, and the weight's own bytes."""
+    """Return each weight's first owned byte, the guarded storage of each direction, and the weight's own bytes."""
     here = Sharded(cases, dist.get_rank())
     storages, parts = [], []
     for index, weight in enumerate(here.weights):
@@ -38,7 +38,7 @@ def cast_into_shards(cases: tuple[Weight, ...], backend: str | None) -> list[tup
 
 
 def check(ranks: Ranks, cases: tuple[Weight, ...], backend: str | None = None) -> None:
-    """Each shard holds its bytes of the unsharded cast."""
+    """Check that each shard holds its bytes of the unsharded cast."""
     for rank, found in enumerate(ranks(len(cases[0].spans))(cast_into_shards, cases, backend)):
         for case, (first, storages, weight) in zip(cases, found, strict=True):
             expected = sharded.expected(case)

@@ -65,7 +65,7 @@ class Trainee:
         return AdamUpdate(self.grad_shard, exp_avg, exp_avg_sq, rows, clip)
 
     def step(self, number: int, fused: bool, skip: Tensor | None) -> None:
-        """One update and its cast, in one pass or in two."""
+        """Make an update and its cast, in one pass or in two."""
         rows, clip = torch.from_numpy(scalars(number)), torch.tensor([0.7])
         self.plan.ready()
         if fused:
@@ -81,7 +81,7 @@ class Trainee:
         self.plan.validity.casts += 1
 
     def held(self) -> list[casts.Bytes]:
-        """Masters, moments and the bytes of all weights."""
+        """Return the masters, the moments and the bytes of all weights."""
         flats = {"master": self.master, "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
         own = {name: casts.raw(torch.where(flat.isnan(), torch.nan, flat)) for name, flat in flats.items()}
         return [own, *(casts.bytes_of(weight) for weight in self.here.weights)]
@@ -90,7 +90,7 @@ class Trainee:
 def steps(
     cases: tuple[Weight, ...], seed: int, grad: torch.dtype, moment: torch.dtype, backend: str | None, fused: bool
 ) -> Outcome:
-    """Three steps, the second of them skipped."""
+    """Return the outcome of three steps, of which the second is skipped."""
     trainee = Trainee(cases, dist.get_rank(), seed, grad, moment, backend)
     outcome = Outcome([], trainee.here.complaints)
     for number in (1, 2, 3):

@@ -23,7 +23,7 @@ def master_of(seed: int = 0) -> Tensor:
 
 
 def assert_is_cast_of(weight: QuantizedWeight, master: Tensor) -> None:
-    """All bytes, those of the columnwise copy only where the weight has one."""
+    """Compare all bytes, those of the columnwise copy only if the weight has one."""
     expected = casts.unsharded(str(weight.format), master.view(SHAPE), weight.dtype)
     found = casts.bytes_of(weight)
     casts.assert_same_bytes(found, {k: v for k, v in expected.items() if k in found}, str(weight.format))

@@ -56,7 +56,7 @@ def recipe(fmt: str, share_amax: Any = "llama") -> Recipe:
 
 
 def expected(masters: dict[str, Tensor], fmt: str, share: bool = True) -> dict[str, Any]:
-    """By the reference's `quantize` alone."""
+    """Return the casts by the reference's `quantize` alone."""
     spec, found = zerocast.get_format(fmt), {}
     for name, master in masters.items():
         family = [f"{name.rpartition('.')[0].rpartition('.')[0]}.{part}_proj.weight" for part in ROWS]
@@ -127,7 +127,7 @@ def trained(fmt: str, device: str) -> None:
 
 
 def sharded(fmt: str, device: str, apart: bool = False) -> None:
-    """Each projection is gathered by itself if `apart`."""
+    """Train under FSDP2, which gathers each projection by itself if `apart`, and verify after each step."""
     model = Net().to(device)
     zerocast.fsdp2.prepare(model, recipe(fmt))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

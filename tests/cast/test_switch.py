@@ -41,7 +41,7 @@ class Sharded:
         self.plan.cast()
 
     def step(self) -> None:
-        """A step that every rank computes for all elements as well."""
+        """Take a step, which every rank also computes for all elements."""
         for shard, whole in zip(self.shards, self.whole, strict=True):
             shard.grad = torch.full_like(shard, 0.25)
             whole.sub_(torch.full_like(whole, 0.25), alpha=0.5)
@@ -215,7 +215,7 @@ def test_frozen_weights_keep_their_formats():
 
 
 def gather(buffers: list[Tensor]) -> None:
-    """Every rank's elements, into these buffers of one code an element."""
+    """Gather every rank's elements into these buffers of one code an element."""
     for rank, (first, last) in enumerate(itertools.pairwise(SPANS[dist.get_world_size()])):
         for buffer in buffers:
             dist.broadcast(buffer.view(-1)[first:last].view(torch.uint8), src=rank)

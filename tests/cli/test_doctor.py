@@ -21,7 +21,7 @@ COMPILED = backends.choose(CPU)
 
 @pytest.fixture(autouse=True)
 def _no_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, and no Triton kernels that Python interprets: those have tests of their own."""
+    """Test on the CPU, without Triton kernels that Python interprets, which have tests of their own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(self_test, "usable", lambda device: [COMPILED] if COMPILED != "reference" else [])
 

@@ -48,7 +48,7 @@ def test_the_shortest_timeout_of_a_groups_backends() -> None:
 
 
 def late(use: Callable[[Any, str], object], folder: str) -> float:
-    """Rank 1 does not come: how long rank 0 waits until it is told."""
+    """Return how long rank 0 waits for rank 1, which does not come, until it is told."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     trainer = Trainer(Run(), group=group)
     trainer.step(0)
@@ -61,14 +61,14 @@ def late(use: Callable[[Any, str], object], folder: str) -> float:
 
 
 def saves(trainer: Trainer, folder: str) -> None:
-    """A checkpoint beside training: the group that its thread writes over."""
+    """Save a checkpoint beside training, for which its thread has a group."""
     checkpoints = Checkpoints(folder, asynchronous=True)
     checkpoints.save(trainer.optimizer, 1)
     checkpoints.wait()
 
 
 def builds(trainer: Trainer, folder: str) -> None:
-    """A second optimizer of the model: the group of its own."""
+    """Build a second optimizer, which makes a group of its own."""
     other = torch.nn.Linear(8, 8)
     ZeroAdamW(other.named_parameters(), group=trainer.optimizer.process_group)
 

@@ -84,17 +84,17 @@ def another_dtype(passed: Passed) -> None:
 
 
 def overlap(passed: Passed) -> None:
-    """The rank, which has nothing of the smallest weight, takes what one of the first ranks has."""
+    """Take what one of the first ranks has of the smallest weight, of which this rank has nothing."""
     passed.spans[3] = (0, 2)
 
 
 def overlap_and_gap(passed: Passed) -> None:
-    """The number of elements is right: the rank takes those of rank 0 in place of its own."""
+    """Take the elements of rank 0 in place of this rank's, so that their number stays right."""
     passed.spans[1] = Passed(0, passed.world).spans[1]
 
 
 def everything_everywhere(passed: Passed) -> None:
-    """Every rank claims all elements of every weight."""
+    """Claim all elements of every weight."""
     passed.spans = [(0, one.numel()) for one in passed.weights]
 
 

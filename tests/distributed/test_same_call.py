@@ -124,7 +124,7 @@ TOLD = {
 
 
 def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
-    """After two good steps: what a rank is told, what it says of whatever is tried then, whether a load makes it whole."""
+    """Make a mistake after two good steps. Return its error, those of later calls, and whether a load repairs it."""
     trained = Trained()
     for _ in range(2):
         trained.step()
@@ -171,7 +171,7 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
 
 
 def _travels(trained: Trained) -> None:
-    """On a CPU too, the numbers are looked at before the next step."""
+    """Read the numbers just before the next step, on a CPU too."""
     trained.optimizer._weights.driver.plan.amaxes.reports.reads_late = True
 
 

@@ -35,7 +35,9 @@ def files() -> frozenset[str]:
 
 
 def is_there(named: str, folder: Path) -> bool:
-    """From the root, from the page's folder, or, of a name alone, below it; pages of no room may name files of any."""
+    """Return whether a path exists from the root or the page's folder, or a name below that folder. Pages of
+    no room may name files of any.
+    """
     if named in NOT_OURS or os.path.normpath(named) in files() or os.path.normpath(folder / named) in files():
         return True
     below = "" if folder.parts[:1] in ((), ("docs",)) else f"{folder}/"

@@ -39,7 +39,7 @@ class Nodes:
             self._port = str(free.getsockname()[1])
 
     def start_store(self) -> None:
-        """The store of the rendezvous, which outlives both agents."""
+        """Start the store of the rendezvous, which outlives both agents."""
         self._start([*self.prefix[0], sys.executable, "-c", STORE, self.address[0], self._port], "store", {})
         time.sleep(1)
 
@@ -107,7 +107,7 @@ def _ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def nodes(folder: Path) -> Iterator[Nodes]:
-    """Two nodes with their store; no process and no namespace is left behind."""
+    """Yield two nodes with their store, and leave no process and no namespace behind."""
     found = Nodes(folder, apart=True)
     try:
         try:

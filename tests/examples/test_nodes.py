@@ -104,7 +104,7 @@ def started(records: list[Record]) -> Record:
 
 
 def goes_and_comes_back(folder: Path, both: Nodes, parallel: str, fault: str, struck: int) -> None:
-    """The run goes on from a checkpoint on the node that is left, and later on both, to the bit."""
+    """Check that the run goes on from a checkpoint on the node that is left, and later on both, to the bit."""
     run = ElasticRun(folder, both, parallel)
     for node in range(2):
         run.start(node)

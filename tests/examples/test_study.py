@@ -212,7 +212,9 @@ def test_runs_of_two_machines_are_not_compared(change: dict[str, Any]) -> None:
 
 
 def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
-    """After a step, (name, what forgetting changes of the masters here, how far they are from the weights then)."""
+    """Return, after a step, (name, what forgetting changes of the masters here, how far they are from the
+    weights then).
+    """
     config = dataclasses.replace(TINY.config, format=fmt)
     model = build_model(config, torch.device("cpu"))
     optimizer = build_optimizer(model, config)

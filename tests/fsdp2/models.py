@@ -163,7 +163,7 @@ def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tens
 
 
 def forward(model: Any, step: int = 0, width: int = 64) -> None:
-    """A forward pass without gradients."""
+    """Run a forward pass without gradients."""
     with torch.no_grad():
         model(batch(step, width))
 
@@ -188,7 +188,7 @@ def masters(model: nn.Module) -> dict[str, tuple[DTensor, FSDPWeight]]:
 
 
 def manager(model: nn.Module) -> CastManager:
-    """Who casts a prepared model."""
+    """Return the manager that casts a prepared model."""
     (found,) = managers_of(model)
     return found
 

@@ -26,7 +26,7 @@ def trained(formats: tuple[str, ...], width: int, hidden: int, options: dict[str
 
 
 def check_steps(net: Any, width: int, optimizer: str, options: dict[str, Any], steps: int = 2) -> None:
-    """The bytes are right at the start and after each step."""
+    """Check the bytes at the start and after each step."""
     model = models.sharded(net, **options)
     stepped = models.OPTIMIZERS[optimizer](model)
     models.check(model, "at the start")

@@ -47,13 +47,13 @@ class Trainee:
             self.capture()
 
     def capture(self) -> None:
-        """The step as a graph; on the CPU as something that acts like one."""
+        """Capture the step as a graph, or on the CPU as something that acts like one."""
         on_cpu = models.place() == "cpu"
         self.captured = CapturedStep(CapturableFusedStep(self.optimizer)) if on_cpu else self.optimizer.capture()
         self.captured._record = self._record
 
     def _record(self, work: Work) -> Work:
-        """In place of a CUDA graph where there is none; recording launches nothing there either."""
+        """Stand in for a CUDA graph where there is none. Recording launches nothing there either."""
         self.recorded.append(work)
 
         def watched() -> None:
@@ -64,7 +64,7 @@ class Trainee:
         return watched if models.place() == "cpu" else cuda_graph(watched)
 
     def step(self, number: int, change: "Callable[[Trainee], None] | None" = None) -> None:
-        """With other gradients and another learning rate at each, after a change."""
+        """Take a step after a change. Each step has other gradients and another learning rate."""
         self.optimizer.param_groups[0]["lr"] *= 0.7
         if number == WRITTEN:
             with torch.no_grad():
@@ -140,7 +140,7 @@ def without_a_gradient(trainee: Trainee) -> None:
 
 
 def other_moments(trainee: Trainee) -> None:
-    """On this rank, where a load is a call of all ranks."""
+    """Replace the step counts on this rank alone. A load is a call of all ranks."""
     for moments in trainee.optimizer.state.values():
         moments["step"] = moments["step"].clone()
 

@@ -53,7 +53,7 @@ def save(model: Any, optimizer: Any, path: str) -> None:
 
 
 def load(model: Any, optimizer: Any, path: str) -> None:
-    """In place, then taken over."""
+    """Load in place, then set the states."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])

@@ -155,7 +155,7 @@ class Run:
         models.forward(self.model, 1)
 
     def step(self, what: str = "", value: float = 0.0, culprit: int = -1) -> None:
-        """A step, with one element of a gradient or a master of one rank that is `value`."""
+        """Take a step in which one element of a gradient or a master of one rank is `value`."""
         self.model(models.batch(0, 64)).float().square().mean().backward()
         for name, (parameter, _) in models.masters(self.model).items():
             if what and name.endswith(".1.weight") and dist.get_rank() == culprit:
@@ -166,7 +166,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def repair(self) -> None:
-        """All masters are finite again, and moments are forgotten."""
+        """Make all masters finite again, and forget the moments."""
         with torch.no_grad():
             for parameter in models.held(self.model):
                 parameter.to_local().nan_to_num_(0.0, 0.0, 0.0)

@@ -92,7 +92,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 
 def changed(name: str, formats: tuple[str, ...], reshard: bool) -> None:
-    """A change of all masters is cast, before the first forward pass and after one, and after a step."""
+    """Check that a change of all masters is cast, before the first forward pass, after one, and after a step."""
     model = models.sharded(Net(formats, 64, 96), reshard_after_forward=reshard)
     for when in ("first", "later"):
         before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
@@ -150,7 +150,7 @@ def test_a_change_on_one_rank_raises_on_all(name: str, first: bool) -> None:
 
 
 def refreshed_after_one_rank() -> None:
-    """One rank changes its rows and all call refresh: what a hand-written loop may do."""
+    """Change the rows of one rank and refresh on all, as a hand-written loop may do."""
     model = models.sharded(Net(FEW, 64, 96))
     models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
     if dist.get_rank() == 1:
@@ -347,7 +347,7 @@ def test_another_gather_casts_what_was_written() -> None:
 
 
 def check_fresh(model: Any) -> None:
-    """Two forward passes compute with the masters as they are, or one raises first."""
+    """Check that two forward passes compute with the current masters, or that the first raises."""
     outputs = [passed(model) for _ in range(2)]
     zerocast.fsdp2.refresh(model)
     _, fresh = passed(model)

@@ -40,7 +40,7 @@ def a_mesh(shape: tuple[int, ...] | None) -> DeviceMesh:
 
 
 def a_model(width: int, hidden: int, shape: tuple[int, ...] | None) -> Any:
-    """In formats for any shape."""
+    """Return a sharded model in formats for any shape."""
     return models.sharded(Net(("fp8_current", "fp8_block"), width, hidden), mesh=a_mesh(shape))
 
 

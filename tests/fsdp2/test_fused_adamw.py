@@ -33,7 +33,7 @@ def gradient(name: str, shape: Any, step: int) -> Tensor:
 
 
 def put_gradients(model: nn.Module, step: int) -> None:
-    """This rank's rows of them."""
+    """Give each parameter this rank's rows of its gradient."""
     for name, p in model.named_parameters():
         whole = gradient(name, p.shape, step).to(p.device)
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
@@ -87,14 +87,14 @@ def fused_step(model: Any, optimizer: Any, step: int) -> None:
 
 
 def average(model: Any, optimizer: Any, step: int) -> None:
-    """A step, and then some masters are written to."""
+    """Take a step, then write to some masters."""
     fused_step(model, optimizer, step)
     with torch.no_grad():
         torch._foreach_mul_([p for name, (p, _) in models.masters(model).items() if "blocks.0" in name], 3.0)
 
 
 def step_twice(model: Any, optimizer: Any, step: int) -> None:
-    """No cast in between, and smaller weights after the second."""
+    """Take two steps without a cast in between. The second makes the weights smaller."""
     fused_step(model, optimizer, step)
     for group in optimizer.param_groups:
         group["weight_decay"] = 50.0
@@ -102,7 +102,7 @@ def step_twice(model: Any, optimizer: Any, step: int) -> None:
 
 
 def two_optimizers(model: Any, optimizer: Any, step: int) -> None:
-    """One of them somebody else's, after ours and before."""
+    """Step another optimizer between two steps of ours."""
     put_gradients(model, step)
     plain = torch.optim.SGD([p for name, (p, _) in models.masters(model).items() if "blocks.1" in name], lr=1.0)
     optimizer.step()
@@ -119,13 +119,13 @@ class Kernel(torch.optim.Optimizer):
 
 
 def unseen_optimizer(model: Any, optimizer: Any, step: int) -> None:
-    """After ours, one whose writes nobody sees."""
+    """Step an optimizer whose writes are not seen after ours."""
     fused_step(model, optimizer, step)
     Kernel([p for name, (p, _) in models.masters(model).items() if "blocks.1" in name], {}).step()
 
 
 def some_frozen(model: Any, optimizer: Any, step: int) -> None:
-    """Two optimizers of ours beside weights that do not learn."""
+    """Step two optimizers of ours beside weights that do not learn."""
     put_gradients(model, step)
     held = models.masters(model)
     for name, (parameter, _) in held.items():
@@ -146,8 +146,8 @@ CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {
 
 
 def stepped(keep_codes: bool) -> None:
-    """The step measures amaxes and, where they are kept, writes codes of whole block rows; all are made again where something
-    else wrote since. The bytes are right after each case.
+    """Check the bytes after each case. A step measures amaxes and, where they are kept, writes codes of whole
+    block rows; all are made again where something else has written since.
     """
     model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), keep_codes=keep_codes)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)

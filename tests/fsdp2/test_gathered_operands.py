@@ -43,7 +43,7 @@ def built(fmt: str, *, compiled: bool, reshard: bool = True) -> Any:
 
 
 def run(model: Any, rows: int = 32) -> None:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     model(models.batch(0, WIDTH, rows=rows).requires_grad_()).float().square().mean().backward()
 
 

@@ -58,7 +58,7 @@ class Training:
         self.state = TrainingState(self.net, self.optimizer)
 
     def backward(self, step: int) -> None:
-        """A backward pass with the inputs of a step."""
+        """Run a backward pass with the inputs of a step."""
         rank = dist.get_rank()
         inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).bfloat16()
         self.net(inputs).float().square().mean().backward()
@@ -112,7 +112,7 @@ def every_group(state: Any, key: str, value: float) -> None:
 
 
 def changed(name: str, key: str, change: Callable[[Tensor], Tensor]) -> Change:
-    """Another tensor in the place of a moment."""
+    """Return a change that puts another tensor in the place of a moment."""
     return lambda state: moments_of(state)[name].update({key: change(moments_of(state)[name][key])})
 
 
@@ -256,7 +256,7 @@ def numbers(training: Training) -> dict[str, str]:
 
 
 def equal_gradients(training: Training) -> None:
-    """A step with gradients that follow from no weight, whatever its delayed scale is."""
+    """Take a step with gradients that depend on no weight, whatever its delayed scale is."""
     training.net.reshard()
     for parameter in training.net.parameters():
         parameter.grad = torch.full_like(parameter.detach(), 0.25)
@@ -265,7 +265,7 @@ def equal_gradients(training: Training) -> None:
 
 
 def round_trip(first: str, second: str, route: Callable[[Training, Training], None], dtype: torch.dtype) -> None:
-    """A state goes from one optimizer to another under a default dtype."""
+    """Load a state of one optimizer into another under a default dtype."""
     source, target = Training(first), Training(second)
     torch.set_default_dtype(dtype)
     try:

@@ -42,7 +42,7 @@ class Rooted(Net):
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """Masters and what delayed scaling remembers."""
+    """Return digests of the masters and of the delayed scaling state."""
     masters = {name: parameter for name, (parameter, _) in models.masters(model).items()}
     return models.digests({"masters": masters, "delayed": zerocast.fsdp2.state_dict(model)})
 
@@ -108,7 +108,7 @@ def evaluated(model: Any) -> None:
 
 
 def by_itself(model: Any) -> None:
-    """A forward pass of a block without the root's."""
+    """Run a forward pass of a block without the root's."""
     models.forward(model.blocks[1], 100)
 
 

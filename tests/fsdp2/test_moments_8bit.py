@@ -69,12 +69,12 @@ def test_a_step_has_the_launches_of_fp32_moments() -> None:
 
 
 def plain_model(**options: Any) -> Any:
-    """Without formats, whose blocks the width would not fit."""
+    """Return a model without formats, whose blocks the width would not fit."""
     return models.sharded(Net(FEW, WIDTH, HIDDEN), PLAIN, **options)
 
 
 def trained_on_the_host() -> None:
-    """Nothing differs after some steps where masters are in CPU memory."""
+    """Check that masters in CPU memory change nothing after some steps."""
     states = []
     for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model = plain_model(**options)

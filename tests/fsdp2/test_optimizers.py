@@ -100,7 +100,7 @@ def stepped(
 
 
 def compare(name: str, wanted: tuple[str, ...] = (), backend: str = "") -> None:
-    """Nothing differs from plain FSDP2 in these modes, or in all, and the class ran in some."""
+    """Check that nothing differs from plain FSDP2 in these modes, or in all, and that the class ran in some."""
     ran, found = 0, []
     for mode, options in modes(name):
         if wanted and mode not in wanted:

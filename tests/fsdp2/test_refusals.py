@@ -95,14 +95,14 @@ def not_sharded() -> None:
 
 
 def mixed_nominal() -> None:
-    """A bias of another dtype than its weight's master."""
+    """Shard a model with a bias of another dtype than its weight's master."""
     model = Net(("nvfp4",), 64, 96)
     model.blocks[0][1].bias.data = model.blocks[0][1].bias.data.bfloat16()
     models.sharded(model)
 
 
 def replaced(place: int) -> None:
-    """A master becomes a plain tensor between two gathers, of which the second asks the first weight of a group alone."""
+    """Replace a master by a plain tensor between two gathers. The second asks only the first weight of a group."""
     model = models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=True)
     model(models.batch(0, 64))
     (group,) = models.manager(model).plan.param_groups.prepared

@@ -47,7 +47,7 @@ class Pass:
 
 @torch.no_grad()
 def number_out_of_range(run: Pass) -> str:
-    """Rank 0 does not step."""
+    """Let rank 0 refuse to step."""
     if dist.get_rank() == 0:
         run.optimizer.param_groups[0]["lr"] = float("nan")
     run.optimizer.step()
@@ -61,7 +61,7 @@ def number_out_of_range(run: Pass) -> str:
 
 
 def masters_gone(run: Pass) -> str:
-    """Rank 0 does not find its masters."""
+    """Let rank 0 lose its masters."""
     run.optimizer.step()
     with mock.patch.object(MasterAddresses, "check_memory", side_effect=ValueError("their memory is gone")):
         if dist.get_rank() == 0:
@@ -120,7 +120,7 @@ def told(event: Any, shape: tuple[int, int], late: bool) -> str:
 
 
 def check(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool, timeout: float = 60.0) -> None:
-    """All raise after an event, and go on once it is put right."""
+    """Check that all ranks raise after an event, and go on after a refresh."""
     in_its_replica, elsewhere, on_rank_0 = EVENTS[event]
     for rank, said in enumerate(ranks(shape[0] * shape[1])(told, event, shape, late, timeout=timeout)):
         assert (on_rank_0 if rank == 0 else in_its_replica if rank < shape[1] else elsewhere) in said

@@ -49,7 +49,7 @@ def test_columns_of_any_number() -> None:
 
 
 def experts(formats: tuple[str, ...], optimizer: str) -> None:
-    """Two experts, fewer than there are ranks, whose last block is smaller in some formats."""
+    """Check two experts, fewer than there are ranks, whose last block is smaller in some formats."""
     check_steps(
         OfExperts(formats, (2, 128 * dist.get_world_size(), 64)), 64, optimizer, {"shard_placement_fn": largest}
     )

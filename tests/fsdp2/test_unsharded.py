@@ -21,7 +21,7 @@ X = torch.ones(4, 8)
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """With all its weights, and nothing sharded."""
+    """Prepare all weights of a model, and shard nothing."""
     return zerocast.fsdp2.prepare(model, RECIPE)
 
 

@@ -253,13 +253,13 @@ def forward(model: nn.Module) -> str:
 
 
 def check_after(model: nn.Module, what: str) -> None:
-    """A forward pass casts what was written."""
+    """Check that a forward pass casts what was written."""
     assert forward(model) == "", what
     models.check(model, what)
 
 
 def written_everywhere(reshard: bool) -> None:
-    """All ranks write through views, by one form after another."""
+    """Write through views on all ranks, in one form after another."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
     assert forward(model) == ""
     for form, write in FORMS.items():
@@ -319,7 +319,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 
 
 def compiled_writes(fused: bool) -> None:
-    """A compiled function writes to masters, also behind a step that measured amaxes."""
+    """Write to masters in a compiled function, also after a step that measured amaxes."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     for form, of in COMPILED.items():

@@ -90,7 +90,7 @@ def test_nothing_waits_for_its_own_step(optimizer: str, parts: int, reshard: boo
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
-    """One step; the pass of a rank that raises in it breaks off everywhere."""
+    """Take a step. A pass in which one rank raises breaks off on all."""
     models.train(model, optimizer, range(number, number + 1), 64)
 
 

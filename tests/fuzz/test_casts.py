@@ -46,7 +46,7 @@ class Prepared:
             assert then is None or torch.equal(codes(weight), then)  # type: ignore[arg-type]
 
     def check_written(self) -> None:
-        """A code outside of every span is what it was; a whole weight is the unsharded cast."""
+        """Check that codes outside of every span are unchanged, and that a whole weight is the unsharded cast."""
         for shard, weight, master, start, values, then in zip(
             self.case, *self.lists, self.values, self.before, strict=True
         ):

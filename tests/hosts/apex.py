@@ -56,7 +56,7 @@ class Fused(HostUnderTest):
 
     @classmethod
     def inside(cls, variant: str) -> AbstractContextManager[Any]:
-        """On the CPU, by stand-ins."""
+        """Return the context in which stand-ins run Apex on the CPU."""
         return host_on_cpu()
 
     @classmethod
@@ -83,7 +83,7 @@ class Fused(HostUnderTest):
         self._optimizer.step()
 
     def save(self, number: int) -> None:
-        """With the plain parameters, which Apex leaves to the model."""
+        """Save the optimizer, and the plain parameters, which Apex leaves to the model."""
         partial = self.folder / "partial"
         checkpoints.save(self._run, str(partial))
         if dist.get_rank() == 0:
@@ -104,7 +104,7 @@ class Fused(HostUnderTest):
         return checkpoints.held(self._run)
 
     def whole(self) -> dict[str, Tensor]:
-        """From the state, which is whole."""
+        """Return the state, which Apex saves whole."""
         return {f"{key}.{name}": t for name, state in self._run.state().items() for key, t in state.items()}
 
     def guarded(self) -> Calls:

@@ -103,7 +103,7 @@ class Prepared(HostUnderTest):
             self._model(models.batch(0, self._width))
 
     def step_again(self) -> None:
-        """A forward pass: torch's optimizer steps over whatever gradients there are."""
+        """Run a forward pass, since torch's optimizer would step over whatever gradients there are."""
         self._forward()
 
     def save(self, number: int) -> None:
@@ -173,7 +173,7 @@ class Prepared(HostUnderTest):
         return self.parameter(kind)
 
     def recast(self) -> None:
-        """A load of what is there: `refresh` would count as the cast of a step for delayed scaling."""
+        """Load the current state. `refresh` would count as the cast of a step for delayed scaling."""
         self._state.load_state_dict(self._state.state_dict())
 
     def product(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Megatron(HostUnderTest):
 
     @classmethod
     def inside(cls, variant: str) -> AbstractContextManager[Any]:
-        """On the CPU, by stand-ins."""
+        """Return the context in which stand-ins run Megatron-Core on the CPU."""
         return CASES[variant].host()
 
     @classmethod
@@ -88,10 +88,10 @@ class Megatron(HostUnderTest):
         }
 
     def forget(self) -> None:
-        """A forward pass begins with that."""
+        """Do nothing: a forward pass begins by dropping the gradients."""
 
     def forward(self, number: int) -> None:
-        """With gathers as after a step."""
+        """Run a forward pass with the gathers that follow a step."""
         for group in self.run.ddp.bucket_groups + self.run.ddp.expert_parallel_bucket_groups:
             group.param_gather_dispatched = not self.run.case.overlap
         self._loss = self.run.forward(number)
@@ -108,7 +108,7 @@ class Megatron(HostUnderTest):
         dist.barrier()
 
     def load(self) -> int:
-        """By the host's own load."""
+        """Load by the host's own load."""
         number = max(int(path.stem) for path in self.folder.glob(f"*.{dist.get_rank()}"))
         self._attached.load(torch.load(self.folder / f"{number}.{dist.get_rank()}", weights_only=False))
         return number
@@ -128,7 +128,7 @@ class Megatron(HostUnderTest):
         return self._attached.everything()
 
     def whole(self) -> dict[str, Tensor]:
-        """From the shards of all ranks."""
+        """Return the state, gathered from the shards of all ranks."""
         run = self.run
         held = {"master": run.masters(), **{key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}}
         return {f"{key}.{name}": value for key, named in held.items() for name, value in named.items()}

@@ -72,7 +72,7 @@ class AttachedPlan(HostUnderTest):
         return {"backward": lambda: self.backward(self.product(x).float().square().mean()), "step": self._step}
 
     def backward(self, loss: Tensor) -> None:
-        """With what DistributedDataParallel would do."""
+        """Run a backward pass and reduce the gradients like DistributedDataParallel."""
         loss.backward()
         for parameter in (self._model.nv, self._model.norm):
             if parameter.grad is None:

@@ -140,6 +140,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The recorder, if it is asked for."""
+    """Register the recorder, if it is asked for."""
     if config.getoption("--record-hosts"):
         config.pluginmanager.register(Recorder(config.getoption("--record-hosts")))

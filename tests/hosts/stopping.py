@@ -84,7 +84,7 @@ class Place:
 
 
 def around(owner: str, *names: str) -> tuple[Place, ...]:
-    """Before, during and after each of these collectives."""
+    """Return the places before, during and after each of these collectives."""
     return tuple(Place(owner, name, when) for name in names for when in ("before", "during", "after"))
 
 
@@ -109,7 +109,7 @@ def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: 
 
 
 def _live(rank: int, world: int, folder: str, name: str, variant: str, place: Place, fault: str) -> None:
-    """The life of one rank."""
+    """Run one rank."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     join(rank, world, "gloo", Path(folder, "store").as_uri(), timedelta(seconds=START_SECONDS))
     with find(name).inside(variant):
@@ -181,13 +181,15 @@ def _goes_through(attempt: Callable[[], None]) -> bool:
 
 
 def limit_collectives(seconds: float) -> None:
-    """The timeout of every group that there is: FSDP2's mesh has one of its own in some torches."""
+    """Set the timeout of every group. FSDP2's mesh has one of its own in some versions of torch."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def wait_for_all_ranks(what: str, seconds: float) -> None:
-    """Until all have come here once, by no collective: one of this rank would end another in which a rank waits in vain."""
+    """Wait until all ranks have called this once, without a collective: a collective of this rank would end
+    one in which another waits in vain.
+    """
     store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
     store.add(what, 1)
     while store.add(what, 0) < dist.get_world_size() and time.monotonic() < end:
@@ -212,7 +214,7 @@ def _wait_for(paths: list[Path], seconds: float, processes: Sequence[BaseProcess
 
 @contextlib.contextmanager
 def processes(target: Callable[..., None], world: int, *arguments: Any) -> Iterator[list[BaseProcess]]:
-    """A process a rank, `target(rank, world, *arguments)`; none is left behind."""
+    """Start `target(rank, world, *arguments)` in a process for each rank, and leave none behind."""
     started = [context.Process(target=target, args=(rank, world, *arguments), daemon=True) for rank in range(world)]
     for process in started:
         process.start()

@@ -39,7 +39,7 @@ def test_resume_is_exact(ranks: Ranks, tmp_path: Path, host: str, variant: str, 
 
 
 def saved(host: str, variant: str, folder: str) -> dict[str, Tensor]:
-    """Three steps, saved; what is held then."""
+    """Save after three steps. Return the state then."""
     with find(host).inside(variant):
         run = find(host)(folder, variant)
         for number in range(3):
@@ -77,7 +77,9 @@ def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, variant
 def check_other_ranks(
     ranks: Ranks, folder: str, host: str, variant: str, before: int, after: int, seconds: float = CASE_SECONDS
 ) -> None:
-    """Masters, moments, steps and delayed scaling are those that were saved, and the bytes what they are cast to."""
+    """Check that masters, moments, steps and delayed scaling are those that were saved, and that the bytes are
+    their cast.
+    """
     expected = ranks(before)(saved, host, variant, folder, timeout=seconds)[0]
     for whole, wrong in ranks(after)(loaded, host, variant, folder, timeout=seconds):
         assert wrong == []

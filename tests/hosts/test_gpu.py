@@ -56,7 +56,9 @@ class TestOnGpus:
 
 
 def train(rank: int, world: int, backend: str, folder: str, host: str, place: Place | None) -> None:
-    """Three steps, each of which the host waits for; a rank dies in the second one. Errors end the process, as a user's would."""
+    """Take three steps, each of which the host waits for. A rank dies in the second. Errors end the process,
+    like a user's.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts: no time for a dump of the whole memory,
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # nor for a debugging report,
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # nor, for a minute, for the other ranks' reports

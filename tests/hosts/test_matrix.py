@@ -150,7 +150,7 @@ class Broken(Exception):
 
 
 def broken(place: Place, call: Callable[[], object]) -> None:
-    """A call that raises at this place."""
+    """Break off a call at this place."""
 
     def strike() -> None:
         raise Broken
@@ -184,7 +184,7 @@ def break_cast(run: HostUnderTest, kind: str) -> None:
 
 
 def skip_step(run: HostUnderTest, kind: str) -> None:
-    """A step whose gradients are not finite."""
+    """Skip a step by gradients that are not finite."""
     run.backward(run.product(inputs(3)).float().square().mean() * float("inf"))
     run.phases(3)["step"]()
     run.forget()

@@ -15,7 +15,7 @@ LOCAL = ("scale", "amax_history")  # of these no rank alone can know what they s
 
 
 def flip(tensor: Tensor, at: int, rank: int) -> None:
-    """The lowest bit of one byte, on one rank."""
+    """Flip the lowest bit of one byte on one rank."""
     if dist.get_rank() == rank:
         tensor.data.view(-1).view(torch.uint8)[at] ^= 1
 

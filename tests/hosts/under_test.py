@@ -73,7 +73,7 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def save(self, number: int) -> None:
-        """A checkpoint of that many steps."""
+        """Save a checkpoint of that many steps."""
 
     @abc.abstractmethod
     def load(self) -> int:
@@ -84,19 +84,19 @@ class HostUnderTest(abc.ABC):
         return {}
 
     def everything(self) -> casts.Bytes:
-        """Masters, moments, delayed scaling and live bytes of all weights, as this rank holds them. All ranks call it."""
+        """Return masters, moments, delayed scaling and live bytes of all weights on this rank. Collective."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def whole(self) -> dict[str, Tensor]:
-        """Masters, moments, step and delayed scaling by name, unsharded. All ranks call it."""
+        """Return masters, moments, step and delayed scaling by name, unsharded. Collective."""
 
     def guarded(self) -> Calls:
         """Return the calls that go on from, save or read what may be of different steps."""
         raise NotImplementedError
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter that zerocast verifies, the buffers that this rank computes with."""
+        """Return the buffers that this rank computes with, for each parameter that zerocast verifies."""
         raise NotImplementedError
 
     @property
@@ -157,7 +157,7 @@ class HostUnderTest(abc.ABC):
         return torch.cat(parts, -1)
 
     def backward(self, loss: Tensor) -> None:
-        """A backward pass as the host takes it, up to the step."""
+        """Run a backward pass as the host does, up to the step."""
         loss.backward()
 
     def live_weight(self) -> QuantizedWeight:
@@ -198,7 +198,7 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def complaint(self) -> str:
-        """Why nothing goes on, if masters or weights are of different steps."""
+        """Return why nothing goes on, if masters or weights are of different steps."""
         try:
             next(iter(self.guarded().values()))()
         except RuntimeError as error:

@@ -58,7 +58,7 @@ class Case:
         return f"{self.fmt} {self.content} {self.nominal}"
 
     def masters(self) -> list[NDArray[np.float32]]:
-        """Before, and after some of it has moved."""
+        """Return the masters before and after some elements have moved."""
         first = content_of(self.content, 3)
         moved = np.random.default_rng(4).random(SHAPE) < 0.3
         return [first, np.where(moved, content_of(self.content, 5), first)]
@@ -68,7 +68,7 @@ class Case:
         return [casts.cast_whole(self.fmt, torch.from_numpy(m), self.nominal, scale=scale) for m in self.masters()]
 
     def span(self, rank: int, ranks: int, number: int) -> Span:
-        """Any cut, odd ones too; every third weight belongs to one rank alone."""
+        """Return this rank's part of any cut, odd ones too. Every third weight belongs to one rank alone."""
         size = SHAPE[0] * SHAPE[1]
         cuts = sorted(np.random.default_rng(number).integers(0, size, ranks - 1).tolist())
         cuts = [0, *(cuts if number % 3 else [size] * (ranks - 1)), size]
@@ -106,7 +106,7 @@ class Owner:
 
 
 def measured(piece: int) -> tuple[dict[str, CastCounts], dict[str, CastCounts]]:
-    """After the second cast, and once more with nothing done in between."""
+    """Measure after the second cast, and again with nothing done in between."""
     before, owned_part.PIECE = owned_part.PIECE, piece
     owner = Owner()
     meter = CastMeter(owner)

@@ -77,7 +77,7 @@ def test_counts_are_those_of_the_unsharded_masters(
 
 
 def check_stages(sample: Sample, fused: bool) -> None:
-    """The times and the bytes of a measured step, whose forward pass casts the step before."""
+    """Check the times and bytes of a measured step, whose forward pass casts the step before."""
     wanted = {"forward/all_reduce", "forward/scales_and_cast", *(["step/adam"] if fused else ["forward/amax"])}
     found = {name for name in sample.milliseconds if "/" in name}
     assert wanted <= found

@@ -95,7 +95,7 @@ def slices(model: Stack, fmt: str) -> Optimizer:
 
 
 def zero_adamw(model: Stack, fmt: str) -> Optimizer:
-    """Masters sharded by ZeroAdamW, weights whole on each rank."""
+    """Build a ZeroAdamW, which shards masters and keeps weights whole on each rank."""
     model.bfloat16()
     if fmt != BF16:
         zerocast.quantize_(model, recipe(fmt))
@@ -121,7 +121,7 @@ class Found:
 
 
 def measured(setting: str, how: str, backend: str) -> list[Found]:
-    """For each of CASES, in a pass after two steps, which finds no cast due."""
+    """Measure each of CASES in a pass after two steps, which finds no cast due."""
     return [one(setting, how, backend, *case) for case in CASES]
 
 

@@ -17,7 +17,7 @@ FORMATS = ("bf16", "fp8_block", "nvfp4")
 
 
 def torchrun(module: str, arguments: str, out: Path) -> None:
-    """Two ranks of a module that writes to `out`."""
+    """Run a module on two ranks. It writes to `out`."""
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", module]
     command += [*shlex.split(arguments), "--out", str(out)]

@@ -98,7 +98,7 @@ class Probe(nn.Module):
         return torch.stack(parts).sum()
 
     def backward(self, step: int, rank: int) -> None:
-        """One backward pass with the gradients of a step and rank; none when there are none."""
+        """Run a backward pass with the gradients of a step and rank, if there are any."""
         gradients = {spec.name: spec.gradient(step, rank) for spec in self.specs}
         if any(gradient is not None for gradient in gradients.values()):
             self.loss(gradients).backward()

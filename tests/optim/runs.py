@@ -123,7 +123,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor) if run.schedule else None
 
     def backward(self, step: int) -> None:
-        """The backward passes of a step."""
+        """Run the backward passes of a step."""
         count = self.run.accumulate
         for index, number in enumerate(range(step * count, (step + 1) * count)):
             if self.run.assign:
@@ -152,7 +152,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def train(self, steps: Iterable[int]) -> None:
-        """Several steps, by their numbers."""
+        """Take the steps with these numbers."""
         for step in steps:
             self.step(step)
 
@@ -198,7 +198,7 @@ def refused(trainer: Trainer, call: Callable[[], object]) -> str:
 
 
 def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None:
-    """Masters, moments, step and bytes are the reference's, to the bit."""
+    """Assert that masters, moments, step and bytes are the reference's, to the bit."""
     state = trainer.optimizer.state_dict()
     for name in reference.specs:
         held = {"master": (state["model"][name], reference.master[name])}
@@ -234,13 +234,13 @@ class Compared(Trainer):
         self.options_of_added: list[Mapping[str, Any]] = []
 
     def follow(self, step: int, ranks: int | None = None) -> None:
-        """The reference's step, with the gradients of that many ranks, by default of all."""
+        """Take the reference's step, with the gradients of that many ranks, by default of all."""
         gradients = {name: self.run.rounds(spec, step, ranks or world()) for name, spec in self.reference.specs.items()}
         options = [*self.run.options_at(step), *self.options_of_added]
         self.reference.step(gradients, options, self.run.max_norm)
 
     def check(self, what: str) -> None:
-        """The run and its reference hold the same state."""
+        """Check that the run and its reference hold the same state."""
         assert_equals(self, self.reference, f"rank {self.rank}, {what}")
 
     def go_on(self, *steps: int) -> None:

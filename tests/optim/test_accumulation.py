@@ -18,7 +18,7 @@ from zerocast.optim.reduced_gradient import ReducedGradient
 
 
 def nested(trainer: Trainer) -> None:
-    """The inner context ends inside the outer one, which still holds."""
+    """End an inner context inside the outer one, which still holds."""
     with trainer.optimizer.no_sync():
         with trainer.optimizer.no_sync():
             pass
@@ -27,21 +27,21 @@ def nested(trainer: Trainer) -> None:
 
 
 def never_synchronised(trainer: Trainer) -> None:
-    """All passes under no_sync: the step reduces."""
+    """Run all passes under no_sync, so that the step reduces."""
     with trainer.optimizer.no_sync():
         trainer.probe.backward(0, trainer.rank)
         trainer.probe.backward(1, trainer.rank)
 
 
 def synchronised_then_not(trainer: Trainer) -> None:
-    """The last pass is under no_sync: the step reduces the rest. Stage 1 reduces the sum anew."""
+    """Run the last pass under no_sync. The step reduces the rest, and stage 1 reduces the sum again."""
     trainer.probe.backward(0, trainer.rank)
     with trainer.optimizer.no_sync():
         trainer.probe.backward(1, trainer.rank)
 
 
 def synchronised_around(trainer: Trainer) -> None:
-    """The pass in the middle is under no_sync: the last pass reduces it, with itself."""
+    """Run the pass in the middle under no_sync. The last pass reduces it with itself."""
     synchronised_then_not(trainer)
     trainer.probe.backward(2, trainer.rank)
 
@@ -245,7 +245,7 @@ class Dies(torch.autograd.Function):
 
 
 def die(trainer: Trainer, step: int) -> None:
-    """A backward pass in which the gradients of half the parameters arrive."""
+    """Break off a backward pass when the gradients of half the parameters have arrived."""
     gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in trainer.run.specs}
     half = len(gradients) // 2
     late = {name: gradient for index, (name, gradient) in enumerate(gradients.items()) if index >= half}

@@ -45,7 +45,7 @@ class Averaged(Compared):
         self.wanted = {name: torch.from_numpy(master.copy()) for name, master in self.reference.master.items()}
 
     def step(self, step: int) -> None:
-        """One step of both; a skipped one changes nothing."""
+        """Take a step of both. A skipped one changes nothing."""
         if step == SKIPPED:
             gradients = {spec.name: spec.gradient(step, self.rank) for spec in MIXED}
             (self.probe.loss(gradients) * float("nan")).backward()
@@ -63,7 +63,7 @@ class Averaged(Compared):
         get_ema_multi_avg_fn(0.9)([self.wanted[name] for name in names], masters, step)
 
     def check(self, what: str) -> None:
-        """The average is torch's, to the bit, and training is that of a run without one."""
+        """Check that the average is torch's, to the bit, and that training is that of a run without one."""
         super().check(what)
         for name, found in self.ema.state_dict()["model"].items():
             for where, values in boxes(found):

@@ -64,7 +64,7 @@ def test_on_several_ranks(ranks, world, name):
 
 
 def before_a_step(case: Case) -> Trainee:
-    """With all gradients, after steps that have made tables and columnwise copies."""
+    """Return a trainee with all gradients, after steps that have made tables and columnwise copies."""
     trainee = Trainee(case)
     for number in range(2):
         trainee.backward(number)

@@ -47,8 +47,8 @@ def packed(whole: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
 
 
 def exchanged(named: Named, costs: dict[str, int], limit: int, ranks: int) -> None:
-    """Every owner gets its matrices, in order and unchanged; the most that is sent is what is planned. Gradients are reduced in
-    buckets of the usual size, for any number of ranks.
+    """Check that every owner gets its matrices, in order and unchanged, and that no more is sent than planned.
+    Gradients are reduced in buckets of the usual size, for any number of ranks.
     """
     layout = lay_out(named, limit, ranks, None, costs)
     whole = {

@@ -131,7 +131,7 @@ MOST_BYTES = 2**17  # an optimizer, where a leaked one would be 2**19 and more
 
 
 def model() -> nn.Sequential:
-    """Three formats and biases; masters and moments of 200 KB."""
+    """Return a model of three formats and biases, with masters and moments of 200 KB."""
     made = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4)))
     zerocast.quantize_(made, FORMATS)
     return made

@@ -38,7 +38,7 @@ def test_moments_in_8_bits_are_cut():
 
 
 def saved_both_ways(path: str) -> None:
-    """Two runs alike that save their moments in FP32 and as codes."""
+    """Save two equal runs, one with moments in FP32 and one with codes."""
     for name, run in (("exact", EIGHT_BITS), ("compact", COMPACT)):
         trainer = Trainer(run)
         trainer.train(range(3))

@@ -55,7 +55,7 @@ class Zero(Trainer):
         zerocast.optim.load_masters(self.optimizer, {spec.name: spec.initial().view(spec.shape) for spec in SPECS})
 
     def gather(self) -> None:
-        """Nothing: the step has gathered."""
+        """Do nothing: the step has gathered."""
 
 
 class Sharded:
@@ -189,7 +189,7 @@ Call = Callable[[Trainer], object]
 
 
 def step(trainer: Trainer, passes: int = 1, max_norm: float | None = None, factor: float = 1.0) -> None:
-    """A step after so many backward passes, clipped if so said, with a learning rate that is multiplied."""
+    """Step after `passes` backward passes, clipped if `max_norm` is given, with the learning rate times `factor`."""
     for _ in range(passes):
         trainer.backward(1)
     if max_norm is not None:

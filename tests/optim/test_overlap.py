@@ -90,7 +90,7 @@ def loaded_over(probe: Probe) -> Found:
 
 
 def second_optimizer(probe: Probe) -> Found:
-    """Its masters start from the gathered weights."""
+    """Build a second optimizer, whose masters start from the gathered weights."""
     ZeroAdamW(probe.named_parameters())
     return data(probe)
 

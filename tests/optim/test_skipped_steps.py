@@ -31,7 +31,7 @@ RUNS = {
 
 
 def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -> None:
-    """A backward pass in which one element of one gradient of one rank is `value`."""
+    """Run a backward pass in which one element of one gradient of one rank is `value`."""
     gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in trainer.run.specs}
     if trainer.rank == culprit:
         (spec,) = (spec for spec in trainer.run.specs if spec.name == name)

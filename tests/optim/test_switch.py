@@ -75,7 +75,7 @@ def _cast_anew(reference: Undistributed, name: str) -> None:
 
 
 def switch(compared: Compared, recipe: Recipe) -> None:
-    """The run and its reference."""
+    """Switch the run and its reference."""
     zerocast.switch(compared.probe, recipe)
     compared.reference = switched(compared.reference, recipe)
     compared.check("switched")

@@ -66,7 +66,7 @@ def plant_in_tensors(path: Path, trap: Path) -> None:
 
 
 def plant_an_object(path: Path, trap: Path) -> None:
-    """A pickled object under the name of a tensor."""
+    """Save a pickled object under the name of a tensor."""
     names = list(Trainer(FEW).optimizer.state_dict()["model"])
     state = {f"model.{name}": Runs(trap) for name in names}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
@@ -85,7 +85,7 @@ PLANTS = [plant_beside_metadata, plant_an_attribute, plant_in_tensors, plant_an_
 
 
 def forge(path: Path) -> None:
-    """A manifest that agrees with what was planted."""
+    """Write a manifest that agrees with what was planted."""
     files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != manifest.NAME}
     sums = {name: manifest.FileSum(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
     manifest.Manifest(sums).write(path)

@@ -68,7 +68,9 @@ class Undistributed:
         options: Sequence[Mapping[str, Any]],
         max_norm: float | None = None,
     ) -> None:
-        """One update. `gradients[name]` holds each round's mean over the ranks, f32; `options` the hyperparameters by group."""
+        """Make an update. `gradients[name]` holds each round's mean over the ranks, f32; `options` the
+        hyperparameters by group.
+        """
         total = {name: _sum(rounds) for name, rounds in gradients.items()}
         with np.errstate(over="ignore", invalid="ignore"):
             self.norm = math.sqrt(sum(float(np.square(g.astype(np.float64)).sum()) for g in total.values()))

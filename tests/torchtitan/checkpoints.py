@@ -31,7 +31,7 @@ def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str]
 
 
 def exported(case: Case, folder: str) -> list[str]:
-    """Masters that torchtitan's last checkpoint, in bf16, has not as they are, rounded."""
+    """Return the masters that torchtitan's last checkpoint, in bf16, does not hold rounded."""
     with trainer(case.having("--checkpoint.enable", "--checkpoint.export_dtype=bfloat16"), folder) as made:
         made.train()
         wanted = {name: whole(p).bfloat16() for name, p in made.model_parts[0].state_dict().items()}
@@ -54,7 +54,7 @@ def masters(made: Any) -> dict[str, str]:
 
 
 def contents(made: Any) -> dict[str, str]:
-    """Masters, optimizer state with delayed scaling, and gathered bytes."""
+    """Return digests of masters, optimizer state with delayed scaling, and gathered bytes."""
     (model,) = made.model_parts
     gathered = {
         f"{name} {buffer}": casts.sha(value)
@@ -74,7 +74,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def check_resumed(ranks: Ranks, world: int, case: Any, folder: str, make: Any = trainer) -> None:
-    """A run that goes on from its second step is the one that was never interrupted, to the bit."""
+    """Check that a run that goes on from its second step equals the uninterrupted run, to the bit."""
     whole = ranks(world)(run, case, folder, -1, make, timeout=240)
     resumed = ranks(world)(run, case, folder, 2, make, timeout=240)
     for (losses, held, wrong), (later, again, wrong_again) in zip(whole, resumed, strict=True):

@@ -92,7 +92,7 @@ class Case(training.Case):
     """A case of torchtitan 0.3, which has no converters."""
 
     def arguments(self, folder: str) -> list[str]:
-        """Its command line; without a recipe that of the plain configuration."""
+        """Return the command line of this case. Without a recipe it is that of the plain configuration."""
         entries = self.recipe if "=" in self.recipe else ALL.format(self.recipe)
         given = [
             "--module=tests.torchtitan.trainer_on_cpu",
@@ -125,7 +125,7 @@ def trainer_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer(case: Case, folder: str) -> Iterator[Any]:
-    """A Trainer of this case, ended as torchtitan's `main` ends it."""
+    """Yield a Trainer of this case, and end it like torchtitan's `main`."""
     with trainer_on_cpu():
         made = case.config(folder).build()
         training.record_losses(made)

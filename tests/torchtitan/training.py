@@ -73,7 +73,7 @@ class Case:
 
 @contextlib.contextmanager
 def trainer(case: Case, folder: str) -> Iterator[Any]:
-    """A Trainer of this case, ended as torchtitan's `main` ends it."""
+    """Yield a Trainer of this case, and end it like torchtitan's `main`."""
     with host_on_cpu(), importable():
         made = Trainer(ConfigManager().parse_args(case.arguments(folder)))
         record_losses(made)
@@ -84,7 +84,7 @@ def trainer(case: Case, folder: str) -> Iterator[Any]:
 
 
 def record_losses(made: Any) -> None:
-    """Its `losses`, by step, as torchtitan logs them."""
+    """Record the losses that torchtitan logs at each step in `made.losses`."""
     made.losses, log = [], made.metrics_processor.log
 
     def recorded(step: int, average: float, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ WHY_NOT = f"{', '.join(_MISSING)} not installed: make hosts readers" if _MISSING
 
 @contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
-    """The environment and the process group are afterwards as they were: Fabric makes both, and keeps them."""
+    """Restore the environment and the process group, which Fabric makes and keeps."""
     from accelerate.state import AcceleratorState
 
     ours = not dist.is_initialized()

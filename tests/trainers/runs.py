@@ -79,7 +79,7 @@ def optimizer_of(model: nn.Module) -> tuple[zerocast.ZeroAdamW | zerocast.ZeroMu
 
 
 def by_hand(inputs: list[Tensor]) -> str:
-    """Masters after the same micro-batches."""
+    """Return the digest of a hand-written loop over the same micro-batches."""
     model = Seen()
     optimizer, scheduler = optimizer_of(model)
     for start in range(0, len(inputs), ACCUMULATED):
@@ -97,7 +97,7 @@ def by_hand(inputs: list[Tensor]) -> str:
 
 
 def digest(optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon, model: nn.Module) -> str:
-    """Masters, moments and rates of this rank, and the bytes of frozen parameters."""
+    """Return a digest of this rank's masters, moments and rates, and of the bytes of frozen parameters."""
     state = optimizer.state_dict()
     tensors = [*state["model"].values(), *(t for one in state["optim"]["state"].values() for t in one.values())]
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -111,7 +111,7 @@ def exceptions(whole: list[bytes]) -> Found:
 
     class Kept(OnExceptionCheckpoint):
         def teardown(self, *_: Any, **__: Any) -> None:
-            """The stock one deletes its checkpoint at the end of a fit, also when an exception was it."""
+            """Keep the checkpoint, which the stock callback deletes at the end of a fit, also after an exception."""
 
     def saving(name: str) -> tuple[Any, ...]:
         return Kept(URL, f"{name} 0"), ModelCheckpoint(URL, filename=f"{name} 1", save_on_exception=True)

@@ -81,7 +81,9 @@ def accelerator_of(plugin: FullyShardedDataParallelPlugin, **options: Any) -> Ac
 
 
 def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, Tensor]:
-    """Masters after some steps, and after more steps, a load and those steps again; whether the weights verify; losses."""
+    """Return the masters after some steps, and after more steps, a load and those steps again; whether the
+    weights verify; and the losses.
+    """
     with configured(cpu_ram_efficient_loading=False) as plugin:
         accelerator = accelerator_of(plugin, gradient_accumulation_steps=ACCUMULATED)
         # On a CPU, from where FSDP2 moves it.
@@ -117,8 +119,8 @@ def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str
 
 
 def by_hand(fused: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Masters and losses of the same steps in a loop of one's own. The first loss is that of the
-    plain model whose weights are the dequantized ones.
+    """Return masters and losses of the same steps in a hand-written loop. The first loss is that of the plain
+    model with the dequantized weights.
     """
     model: Any = zerocast.fsdp2.prepare(net().to(models.place()), RECIPE)
     mesh, losses = models.mesh(), []

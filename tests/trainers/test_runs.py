@@ -86,7 +86,7 @@ def test_muon(trainer: str, world: int, tmp_path: Path) -> None:
 
 
 def check_resumed(trainer: str, whole: list[dict[str, Any]], steps: int, tmp_path: Path) -> None:
-    """Half of a run, saved and resumed, ends as the whole one did, to the bit."""
+    """Check that half of a run, saved and resumed, ends like the whole run, to the bit."""
     world = len(whole)
     half = tmp_path / "whole" / f"step={steps}.ckpt"  # Lightning saves on its way, the others when they end
     if not trainer.startswith("lightning"):
@@ -98,7 +98,9 @@ def check_resumed(trainer: str, whole: list[dict[str, Any]], steps: int, tmp_pat
 
 
 def check_validation(ranks: list[dict[str, Any]]) -> None:
-    """Masters of a folder and of a file, cast into a new module and into the one that trained, give the metric of the fit."""
+    """Check that masters of a folder and of a file, cast into a new module and into the trained one, give the
+    fit's metric.
+    """
     for rank in ranks:
         assert rank["loaded"] == [rank["validated"]] * len(rank["loaded"])
         assert rank["fresh"] != [rank["validated"]]
