@@ -14,9 +14,7 @@ import zerocast
 from tests import casts
 from tests.megatron import te
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.ranks_host import host
-from tests.megatron.training import MIXED, NARROW, Case, Run, build_attached
-from tests.workers import error_of
+from tests.megatron.training import NARROW, Case, Run, build_attached
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.untrained import own_buffers
 from zerocast.integrations import megatron as integration
@@ -34,7 +32,7 @@ def metadata(kind: str) -> dict[str, Any]:
     return {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
-def _content(run: Run, is_loading: bool, kind: str) -> dict[str, Any]:
+def content(run: Run, is_loading: bool, kind: str) -> dict[str, Any]:
     model = run.ddp.module.sharded_state_dict(metadata=metadata(kind))
     optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata(kind))
     return integration.dequantize_({"model": model, "optimizer": optimizer}, is_loading)
@@ -44,12 +42,12 @@ def save(run: Run, folder: str, kind: str) -> None:
     """Save as a training loop does."""
     run.force_sync()
     with mock.patch.dict(vars(multiprocessing.current_process())["_config"], daemon=False):  # the host forks to write
-        dist_checkpointing.save(_content(run, False, kind), folder)
+        dist_checkpointing.save(content(run, False, kind), folder)
 
 
 def load(run: Run, folder: str, kind: str) -> None:
     """Load as a resumed run does."""
-    state = dist_checkpointing.load(_content(run, True, kind), folder)
+    state = dist_checkpointing.load(content(run, True, kind), folder)
     run.ddp.module.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
 
@@ -95,14 +93,6 @@ def _steps(run: Run) -> set[float]:
     return {float(held["step"]) for held in states or [group for one in inner for group in one.param_groups]}
 
 
-def small_buckets(kind: str, is_loading: bool) -> str:
-    """What is said of a bucket that leaves a rank without any parameter."""
-    with host():
-        run, _ = build_attached(Case(MIXED, experts=True))
-        run.step(0)
-        return error_of(lambda: _content(run, is_loading, kind))
-
-
 def resume_afresh(kind: str, folder: str, sharding: str) -> None:
     """A model of a kind that is saved, and resumed with a fresh initialisation, is as the run that went on."""
     formats = {"frozen plain": "other half", "frozen quantized": "frozen"}.get(kind, NARROW)
@@ -130,17 +120,6 @@ def _read(run: Run) -> casts.Bytes:
         masters = [master for share in shares(one) for _, master, _, _ in share.masters()]
         found |= {f"master {at} {number}": casts.raw(master) for number, master in enumerate(masters)}
     return found
-
-
-def another_format() -> str:
-    """What is said of a frozen weight whose bytes are of another format with buffers of the same shapes."""
-    with host():
-        run, _ = build_attached(Case(NARROW, kind="frozen quantized"))
-        state = {
-            name: entry.data for name, entry in integration.dequantize_(run.ddp.module.sharded_state_dict()).items()
-        }
-        state["layers.0.weight.format"] = state["layers.0.weight.format"] ^ 1
-        return error_of(lambda: run.ddp.module.load_state_dict(state))
 
 
 def resume(case: Case, kind: str) -> None:

@@ -161,8 +161,8 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
     return sum(float(found["loss"]) for found in losses)
 
 
-def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
-    """Return by matrix what an update by Muon reads of its master, without quantized weights, and with them."""
+def check_attributes(parallel: Parallel) -> None:
+    """What an update by Muon reads of each master is the same without quantized weights and with them."""
     with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
         found = []
         for fmt in ("identity", parallel.formats):
@@ -171,7 +171,10 @@ def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
             (part,) = run.optimizer.chained_optimizers[0].chained_optimizers
             found.append({names[id(param)]: vars(param.main_param) for group in part.float16_groups for param in group})
             dist.barrier()
-        return found
+        assert found[0] == found[1]
+        assert {name for name, held in found[1].items() if held.get("is_qkv")} == {
+            f"decoder.layers.{number}.self_attention.linear_qkv.weight" for number in range(2)
+        }
 
 
 def save_with_partial_weights(parallel: Parallel) -> None:

@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.megatron.checkpoints import another_format, check_loaded, resume_afresh, saved, small_buckets
+from tests.megatron.checkpoints import check_loaded, content, resume_afresh, saved
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import ALL, MIXED, Case
-from tests.workers import Ranks
+from tests.megatron.ranks_host import host
+from tests.megatron.training import ALL, MIXED, NARROW, Case, build_attached
+from tests.workers import Ranks, on_ranks
+from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.optimizer_state import _unpadded
 
 pytestmark = needs_megatron
@@ -39,10 +41,17 @@ def test_every_kind_of_model_resumes_afresh(ranks: Ranks, tmp_path: Path, kind: 
     ranks(2)(resume_afresh, kind, str(tmp_path), sharding)
 
 
-def test_frozen_bytes_of_another_format(ranks: Ranks) -> None:
-    for said in ranks(2)(another_format):
-        assert said.startswith("ValueError: the frozen weight layers.0.weight is ")
-        assert " nvfp4, and " in said and " in the checkpoint: it has no master to be cast from" in said
+@on_ranks(2)
+@host()
+def test_frozen_bytes_of_another_format() -> None:
+    """The buffers of both formats have the same shapes."""
+    run, _ = build_attached(Case(NARROW, kind="frozen quantized"))
+    entries = integration.dequantize_(run.ddp.module.sharded_state_dict()).items()
+    state = {name: entry.data for name, entry in entries}
+    state["layers.0.weight.format"] = state["layers.0.weight.format"] ^ 1
+    said = "the frozen weight layers.0.weight is .* nvfp4, and .* in the checkpoint: it has no master to be cast from"
+    with pytest.raises(ValueError, match=said):
+        run.ddp.module.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +83,13 @@ def test_several_buckets(ranks: Ranks, tmp_path: Path, formats: str, busbw: bool
     ranks(world)(check_loaded, case, str(tmp_path), kind, written)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("is_loading", [False, pytest.param(True, marks=SLOW)])
-def test_a_rank_without_parameters_of_a_bucket(ranks: Ranks, is_loading: bool) -> None:
+@host()
+def test_a_rank_without_parameters_of_a_bucket(is_loading: bool) -> None:
     """Megatron asserts there on that rank alone, and the others wait."""
-    for said in ranks(4)(small_buckets, KINDS[0], is_loading):
-        assert "leaves 1 of 4 ranks without any" in said and "use fully_reshardable" in said
-    assert ranks(4)(small_buckets, KINDS[1], is_loading) == [""] * 4
+    run, _ = build_attached(Case(MIXED, experts=True))
+    run.step(0)
+    with pytest.raises(ValueError, match=r"leaves 1 of 4 ranks without any.* use fully_reshardable"):
+        content(run, is_loading, KINDS[0])
+    content(run, is_loading, KINDS[1])

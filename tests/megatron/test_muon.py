@@ -66,11 +66,7 @@ def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
 
 def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
     """Muon orthogonalizes by them queries, keys and values apart, and over tensor-parallel ranks."""
-    for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
-        assert plain == quantized
-        assert {name for name, held in quantized.items() if held.get("is_qkv")} == {
-            f"decoder.layers.{number}.self_attention.linear_qkv.weight" for number in range(2)
-        }
+    ranks(2)(gpt.check_attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4"))
 
 
 @te.needs_te
