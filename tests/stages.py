@@ -12,8 +12,8 @@ from zerocast import get_format
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.formats import ScaleRule, layout
 
-# Of elements of 4 bits: a format, the elements of its blocks, and the amax and the scale entry by which the scale of a block is
-# one. A tensor amax of 2688 makes the global scale of nvfp4 one.
+# For elements of 4 bits: a format, the elements of its blocks, and the amax and the scale entry by which the scale of a block
+# is one. A tensor amax of 2688 makes the global scale of nvfp4 one.
 OF_4_BITS = {"e2m1": ("nvfp4", 256, 6.0, 0x38), "int4": ("int4", 32, 7.0, 1.0)}
 
 

@@ -37,8 +37,8 @@ from coverage import Coverage
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0  # for the other ranks, once one has failed
-# Of a process. gloo has three for each group that cases left, and all of them wake up all the time: 400 take 14 % of a core in
-# each rank of each pool. New processes take 0.2 s.
+# The limit for a process. gloo has three threads for each group that cases left, and all of them wake up all the time: 400 take
+# 14 % of a core in each rank of each pool. New processes take 0.2 s.
 MOST_THREADS = 100
 COLLECTIVE_SECONDS = 30
 

@@ -63,7 +63,7 @@ def device() -> str:
 
 
 class _OneByOne:
-    """Stands for a coalescing manager: what was started inside is waited for in the end."""
+    """A stand-in for a coalescing manager, which waits at the end for what was started inside."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []

@@ -273,7 +273,7 @@ def test_one_rank(host_ranks: Ranks, name: str, on_gpu: bool) -> None:
 @needs_apex
 @pytest.mark.parametrize("world", [2])
 def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
-    """On one rank: all of them refuse, and nothing is changed on any."""
+    """A state that does not fit on one rank is refused by all, and nothing changes on any."""
     for said, changed in host_ranks(world)(other_states, 1):
         assert changed == []
         lacks = "ValueError: rank 1: the state does not fit this optimizer: it lacks "

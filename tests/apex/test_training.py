@@ -57,7 +57,7 @@ def test_everyone_starts_from_rank_0(host_ranks: Ranks, named: bool) -> None:
 
 @pytest.mark.parametrize("world", [2])
 def test_one_all_reduce_for_all_weights(host_ranks: Ranks, world: int) -> None:
-    """In place of what Apex would send, the bytes of the formats: one all-gather a bucket, with the bytes of its codes."""
+    """The bytes of the formats travel in place of Apex's: one all-gather a bucket, with the bytes of its codes."""
     for reduced, gathered, expected in host_ranks(world)(training.traffic):
         assert reduced == 1
         assert gathered == expected

@@ -125,7 +125,7 @@ def test_cuda_graphs_of_blocks(ranks: Ranks) -> None:
     ((graphed, steps, of_graphs),) = ranks(1)(in_cuda_graphs, replace(config, cuda_graphs=True), timeout=120.0)
     assert graphed == losses
     assert (begun, modes) == (0, {None})
-    # Those before the clock, those that are timed in two ways, and one that counts bytes.
+    # The steps before the clock, those that are timed in two ways, and one that counts bytes.
     assert (steps, of_graphs) == (TINY.warm_up + 2 * TINY.steps + 1, {"reduce-overhead"})
 
 

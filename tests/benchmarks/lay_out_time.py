@@ -50,7 +50,7 @@ def main() -> None:
     shapes = [*NORMS.values(), *ATTENTION.values(), *MLP.values()]
     gradients = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     numel = sum(gradient.numel() for gradient in gradients)
-    # As many bytes: 6 an element, 4 of them written.
+    # The copy moves as many bytes: 6 an element, 4 of them written.
     source = torch.randn(numel * 3 // 4, device="cuda")
     target = torch.empty_like(source)
     print(f"a copy: {timed(lambda: target.copy_(source))[0]:.3f} ms")

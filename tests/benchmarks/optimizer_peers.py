@@ -36,7 +36,7 @@ from zerocast.fsdp2 import FusedAdamW
 Named = Sequence[tuple[str, nn.Parameter]]
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WORLDS = (1, 2, 3)
-# What three ranks share evenly, and what they do not. Rows of 256 elements are whole blocks of every peer.
+# Shapes that three ranks share evenly, and shapes that they do not. Rows of 256 elements are whole blocks of every peer.
 EVEN = {"rows of 256": (96, 256), "rows of 264": (96, 264), "vector": (6144,)}
 UNEVEN = {"rows of 256": (100, 256), "rows of 264": (100, 264), "vector": (6145,)}
 

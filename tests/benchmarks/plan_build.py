@@ -32,7 +32,7 @@ REPEATS = 20
 
 
 class CutEach(Workload):
-    """Each weight is cut into equal shards by itself, as when every rank has a part of everything."""
+    """Cuts of each weight into equal shards by itself, as when every rank has a part of everything."""
 
     def spans(self, rank: int) -> Iterator[Span]:
         """Yield the span of each weight that `rank` owns, empty where there are more ranks than elements."""

@@ -33,7 +33,7 @@ CONVERTERS = {
 
 
 class Recorded:
-    """Stands in for torchtitan's logger and keeps what it is told."""
+    """A stand-in for torchtitan's logger that keeps what it is told."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []

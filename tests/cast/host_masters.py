@@ -50,7 +50,7 @@ class Apart:
 
 
 class EveryOther:
-    """Takes every other master for one on the host, in the order in which they are first seen."""
+    """A choice of every other master as one on the host, in the order in which they are first seen."""
 
     def __init__(self) -> None:
         self._seen: dict[int, bool] = {}

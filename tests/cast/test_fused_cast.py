@@ -104,7 +104,7 @@ def steps(
 @examples_on(2)  # each of which is cast in two ways
 @given(world=st.sampled_from([1, 2, 3]), data=st.data())
 def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -> None:
-    """Any format, cut, mix of parameter groups, dtype of gradients and moments, and a skipped step."""
+    """One pass gives the bits of two for any format, cut, mix of groups and dtypes, and for a skipped step."""
     cases = tuple(replace(case, nominal_master=False) for case in data.draw(models(world)))
     grad, moment = data.draw(st.sampled_from([FP32, BF16])), data.draw(st.sampled_from([FP32, BF16]))
     how = cases, data.draw(st.integers(0, 2**31)), grad, moment, data.draw(st.sampled_from(["reference", None]))

@@ -59,7 +59,7 @@ def test_quantizing_calls_in_proportion_to_the_weights(prepare: Callable[..., ob
 
 
 def test_a_plan_exchanges_as_much_on_many_ranks() -> None:
-    """Three collectives, of 24 bytes a weight and some more."""
+    """Building a plan takes three collectives, of 24 bytes a weight and some more, on any number of ranks."""
     with mock.patch.object(plan_build, "REPEATS", 1):
         rows = [plan_build.measure(ranks, 200, "end to end", "fp8_block") for ranks in (8, 2048, 16384)]
     assert {row["collectives"] for row in rows} == {3}

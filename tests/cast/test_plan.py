@@ -120,7 +120,7 @@ def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
 
 
 def test_storage_of_the_caller_stays_when_masters_move(backend: str) -> None:
-    """Until it is given anew; None in a list means the weight's own data."""
+    """The storage stays until another is given. None in the list stands for the weight's own data."""
     weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
     storage, other = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     plan = CastPlan([weight], [master], [0], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend=backend)

@@ -72,7 +72,7 @@ ON_RANKS = ["identity", "nvfp4", EXACT, "mxfp8", "fp8_block", "fp8_delayed:amax_
 )
 @on_ranks()
 def test_every_format(before, after):
-    """On several ranks spans end anywhere."""
+    """A switch between any two formats keeps the masters. On several ranks spans end anywhere."""
     sharded = Sharded(before)
     sharded.step()
     zerocast.switch(sharded.plan, Recipe({"b": after}, default=after))

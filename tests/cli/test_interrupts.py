@@ -146,7 +146,7 @@ def pressed_for_nothing(path: Path) -> None:
 def test_a_picture(
     tmp_path: Path, monkeypatch: Any, capfd: Any, draw: Callable[[Path], None], presses_again: bool
 ) -> None:
-    """Nothing half-written is left of it, also if a second press comes during the clean-up."""
+    """An interrupted picture leaves nothing half-written, also if a second press comes during the clean-up."""
     unlink = Path.unlink
 
     def slow_unlink(path: Path, **options: Any) -> None:

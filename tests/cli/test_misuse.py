@@ -70,7 +70,7 @@ def test_one_sentence(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_text_is_no_weights(capsys: Any, tmp_path: Path) -> None:
-    """And torch's advice to unpickle it in any case is not passed on."""
+    """The error for a text file does not pass on torch's advice to unpickle it in any case."""
     (tmp_path / "README.md").write_text("# a page")
     assert main(["inspect", str(tmp_path / "README.md")]) == 1
     said = capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_typos_and_presets_are_answered_without_torch(arguments, status):
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp8:block=32x32", "mxfp4", "int4", "fp8_block", "nvfp4", "fp8_current"])
 @pytest.mark.parametrize("matrix", [(96, 64), (64, 160), (256, 1152)])
 def test_amaxes_of_cut_rows_are_those_of_a_cast(fmt, matrix):
-    """For shards of a few elements and of several block rows, with the first cut anywhere."""
+    """The counts agree for shards of a few elements and of several block rows, with the first cut anywhere."""
     spec, numel = get_format(fmt), math.prod(matrix)
     for step in (32, 48, 80, 128, 160, 512, 2048, 32 * matrix[1], 48 * matrix[1], 96 * matrix[1], 6144 + 128):
         for first in {16, 32, 128, 32 * matrix[1], step}:
@@ -410,7 +410,7 @@ def test_fsdp_owns_what_torch_cuts(ranks, world):
 
 
 def test_fsdp_gathers_codes_and_scales():
-    """By hand: nvfp4 is half a byte an element and a byte a 16x16 block."""
+    """The plan agrees with a count by hand: nvfp4 is half a byte an element and a byte a 16x16 block."""
     parameters = [Parameter(f"w{i}", (512, 256), True, i) for i in range(3)]
     shard = 512 * 256 // 8
     planned = footprint(parameters, "nvfp4", Setup("fsdp2", 8))

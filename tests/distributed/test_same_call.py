@@ -26,7 +26,7 @@ LR = 1e-2
 )
 @on_ranks(2, 3)
 def test_plans_in_another_order(world: int) -> None:
-    """Two plans of one group: what a rank is told, what a read says then, and whether casts in step go on."""
+    """Ranks that cast two plans in another order are told so, a read raises, and later casts in the same order work."""
     plan._built.clear()  # the numbers of plans, and so digests, are those of every run
     rank = dist.get_rank()
     weights = [QuantizedWeight.empty((32, 32), "nvfp4") for _ in range(2)]

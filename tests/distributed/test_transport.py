@@ -17,7 +17,7 @@ from zerocast.distributed.group import Caller, Flight, Group
 
 ROOT = Path(zerocast.__file__).parents[1]
 OWNER = ROOT / "zerocast" / "distributed" / "group.py"
-# What is used of torch.distributed elsewhere: it sends nothing to other ranks, and makes no group. A new name is added here or to
+# Names of torch.distributed that are used elsewhere: they send nothing to other ranks, and make no group. Add a new one here or to
 # `Group`.
 SILENT = {
     "ProcessGroup",

@@ -337,7 +337,7 @@ def test_a_slow_machine_gets_fewer_steps():
 
 @pytest.mark.parametrize("formats", [("bf16", "nvfp4", "fp8_block"), ("nvfp4", "bf16"), ("bf16",)])
 def test_the_demo_ends_when_it_said(formats: tuple[Any, ...]):
-    """With the steps that the share of the first run affords, all runs fit into what is left, slower formats too."""
+    """All runs take the steps that the first run's share affords, and fit into the time left, slower formats too."""
     config, elapsed, pace = demo.DemoConfig(formats=formats), 20.0, 0.4
     first = pace if formats[0] == "bf16" else pace * demo.QUANTIZED_COST
     steps = demo.affordable_steps(first, config.share(elapsed))

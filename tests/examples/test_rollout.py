@@ -62,6 +62,6 @@ def test_vllm_generates(fmt: str) -> None:
         (kl,), (again,) = step.kl.values(), other.kl.values()
         assert 0 <= kl < again / 10, step
     assert list(control[0].kl) == ["vLLM"]
-    # Of these formats vLLM multiplies the first alone on a CPU, if it has AMX.
+    # On a CPU, vLLM multiplies only the first of these formats, if it has AMX.
     products = {"vLLM, stand-in for products", *(["vLLM"] if fmt == "fp8_block" else [])}
     assert {*own[0].kl} <= products

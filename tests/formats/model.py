@@ -35,7 +35,7 @@ VALUES = {
     "int4": np.arange(8),
 }
 SIGN_AND_NAN = {"e4m3": (0x80, 0x7F), "e5m2": (0x80, 0x7F), "e2m1": (0x8, 0x7), "int4": (0x8, 0x7)}
-# What is stored for each INT4 code of sign and magnitude: 8 plus the integer.
+# The stored value of each INT4 code of sign and magnitude: 8 plus the integer.
 OFFSET_BY_8 = np.array([8, 9, 10, 11, 12, 13, 14, 15, 8, 7, 6, 5, 4, 3, 2, 1], np.uint8)
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 

@@ -35,7 +35,7 @@ def test_every_product_is_an_e4m3_number() -> None:
 
 
 def test_a_cast_stores_no_other_scales() -> None:
-    """For every amax of a tile under some amaxes of the tensor, the nearest of the 36, and the smallest never by underflow."""
+    """Any amax of a tile, under some amaxes of the tensor, gives one of the 36 scales. A tile of zeros gives 0."""
     for g in (1e-38, 1.0, 3.4375, 1e30):
         tiles = BF16[g >= BF16]
         amax = stored_amax(get_format(EXACT), torch.tensor([g]))
@@ -45,7 +45,7 @@ def test_a_cast_stores_no_other_scales() -> None:
 
 
 def test_the_tensor_scale_has_eight_bits() -> None:
-    """For every bf16 amax: the stored amax is 2688 times a bf16 number, and the largest tile comes near 384."""
+    """The stored amax is 2688 times a bf16 number for every bf16 amax, and the largest tile comes near 384."""
     fmt = get_format(EXACT)
     amax = stored_amax(fmt, BF16)
     scale = amax.double() / 2688

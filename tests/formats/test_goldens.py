@@ -122,7 +122,7 @@ def test_square_mxfp8_is_that_of_the_incumbent(backend_anywhere: str, dtype: tor
 
 
 def test_square_mxfp8_has_the_scale_of_the_incumbent_for_every_amax() -> None:
-    """For every positive finite bf16 number dividing by 448 and multiplying by 1/448 give one exponent."""
+    """Dividing by 448 and multiplying by 1/448 give one exponent for every positive finite bf16 number."""
     amaxes = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()[:, None]
     found = stored_scales(get_format("mxfp8:block=32x32"), amaxes, None, None)
     assert torch.equal(found.int(), incumbent_exponents(amaxes))

@@ -83,7 +83,7 @@ def test_replicas(ranks: Ranks, shape: tuple[int, int]) -> None:
 
 
 class Checkpointed(Net):
-    """With activation checkpointing of every block."""
+    """A Net with activation checkpointing of every block."""
 
     reentrant = False
 

@@ -116,7 +116,7 @@ def compared(
     ids=str,
 )
 def test_replaying_equals_stepping(ranks: Ranks, world: int, keep_codes: bool, moment_dtype: Any) -> None:
-    """Also where the step writes the codes of block rows that no rank cuts."""
+    """Replays equal steps, also if the step writes the codes of block rows that no rank cuts."""
     expected = ["1 graphs, casts {6}, works at 1 addresses"]
     assert ranks(world)(compared, keep_codes, FORMATS, moment_dtype) == [expected] * world
 

@@ -52,7 +52,9 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", models.slow("hsdp"), "fsdp2_tp"])
 def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
-    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for the backward pass."""
+    """Each way learns like ZeRO from the same batches. FSDP2 has norms in bf16, and gathers again for the
+    backward pass.
+    """
     world = 2 if parallel == "fsdp2" else 4
     zero = replace(config, out=config.out / "zero", grad_accum=2 if parallel == "fsdp2" else 1)
     ranks(world // zero.slices if parallel != "fsdp2_tp" else 2)(run, zero)
@@ -85,7 +87,7 @@ def mesh_of(config: TrainConfig) -> Any:
 
 @on_ranks(2, 4)
 def test_replicas_follow_the_ranks_that_there_are(world: int, config: TrainConfig) -> None:
-    """And a group of the mesh waits for a lost rank no longer than the run is told to."""
+    """The mesh follows the number of ranks, and its groups have the timeout of the run."""
     config, rank = replace(config, parallel="hsdp", shard_ranks=2, timeout=17.0), dist.get_rank()
     shard, replicate = [rank // 2 * 2, rank // 2 * 2 + 1], list(range(rank % 2, world, 2))
     assert mesh_of(config) == [shard, replicate, {timedelta(seconds=17)}]
@@ -103,7 +105,7 @@ def test_ranks_that_do_not_divide(ranks: Ranks, config: TrainConfig) -> None:
 
 
 def test_a_late_phase_in_bf16(ranks: Ranks, config: TrainConfig) -> None:
-    """From step 5 on nothing is quantized, and the loss goes on falling."""
+    """Nothing is quantized from step 5 on, and the loss goes on falling."""
     config = replace(config, parallel="fsdp2", late_share=3 / 8, checkpoint_every=6, measure_every=2)
     late = ranks(2)(run, config)[0]
     found = losses(config.out)

@@ -202,7 +202,7 @@ class Run:
 )
 @on_ranks(2)
 def test_all_ranks_are_told(optimizer: str, keep_codes: bool) -> None:
-    """Each case is told of, once."""
+    """All ranks are told of each case once."""
     run = Run(optimizer, keep_codes)
     run.step()
     for number, (what, then) in enumerate(itertools.product(WHAT, THEN)):

@@ -118,7 +118,7 @@ LEFT_GATHERED = ("load", "write_data")
 )
 @on_ranks(2)
 def test_changes_on_all_ranks_are_cast(name: str, reshard: bool) -> None:
-    """Also where nothing reshards, and a forward pass would not gather again."""
+    """A change on all ranks is cast, also if nothing reshards and a forward pass would not gather again."""
     changed(name, FEW, reshard)
 
 
@@ -179,7 +179,9 @@ def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
 
 
 def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    """At once where no amax is reduced; else the rank that stepped reduces alone, until the group's timeout."""
+    """Where no amax is reduced, all ranks raise at once. Otherwise the rank that stepped reduces alone, until
+    the group's timeout.
+    """
     for said, _ in ranks(2)(stepped_alone, "mxfp8", 64):
         assert "optimizer steps and zerocast.fsdp2.refresh must happen on all of them" in said
     found = ranks(2)(stepped_alone, "nvfp4", 96)
@@ -220,8 +222,8 @@ def passed(forward: nn.Module) -> tuple[str, torch.Tensor | None]:
 )
 @on_ranks()
 def test_a_change_of_what_is_left_gathered(name: str, writers: tuple[int, ...]) -> None:
-    """No gather comes that could tell; a module's forward pass alone is refused where bytes are
-    old.
+    """No gather can tell of a change of gathered weights, so a forward pass of a module alone is refused if
+    its bytes are old.
 
     A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without
     zerocast, on the rank that calls it.
@@ -357,7 +359,7 @@ def check_fresh(model: Any) -> None:
 
 
 class Rooted(test_loops.Rooted):
-    """With a method that gathers the weights of the root module before the hooks of the model run."""
+    """A model with a method that gathers the weights of the root module before the hooks of the model run."""
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of outputs."""

@@ -50,7 +50,7 @@ def a_model(width: int, hidden: int, shape: tuple[int, ...] | None) -> Any:
 )
 @on_ranks()
 def test_full_states_are_plain(tmp_path: Path, width: int, hidden: int, shape: tuple[int, ...] | None) -> None:
-    """Also in replicas of one rank each, and where ranks have no row."""
+    """Full states hold plain tensors, also in replicas of one rank each and where ranks have no row."""
     folder = str(tmp_path)
     model = a_model(width, hidden, shape)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -159,7 +159,7 @@ def test_a_master_has_the_address_of_its_values(sharded: bool) -> None:
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed: make readers")
 @on_ranks(2)
 def test_accelerate_finds_the_parameters_of_an_optimizer_again() -> None:
-    """By its own functions, one after the other: its Accelerator chooses FSDP on GPUs alone."""
+    """accelerate's own functions find the parameters, one after the other: its Accelerator chooses FSDP on GPUs alone."""
     from accelerate import Accelerator
     from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names, fsdp2_switch_optimizer_parameters
 

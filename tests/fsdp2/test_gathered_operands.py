@@ -93,7 +93,9 @@ def launches_of(model: Any, rows: int = 32) -> tuple[Counter[str], list[Tensor]]
 )
 @on_ranks(2)
 def test_one_launch_serves_the_weights_of_a_gather(fmt: str, compiled: bool, reshard: bool) -> None:
-    """From the second pass on; the first, whose gradients are the same, finds out which weights are asked for."""
+    """One launch serves a gather from the second pass on. The first, which has the same gradients, finds out
+    which weights are asked for.
+    """
     model = built(fmt, compiled=compiled, reshard=reshard)
     with gemm.use("scaled_mm"):
         results = [launches_of(model) for _ in range(3)]

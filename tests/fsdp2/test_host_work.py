@@ -34,7 +34,7 @@ MOST_CALLS = {"fp8_current": 1550, "fp8_block": 1835, "mxfp4": 1755, "nvfp4": 21
 
 
 class Layers(nn.Module):
-    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta device if wished."""
+    """A model of `count` weights in four blocks, since a step looks at each of FSDP2's groups."""
 
     def __init__(self, count: int, device: str) -> None:
         super().__init__()

@@ -302,7 +302,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 )
 @on_ranks()
 def test_round_trips_with_torchs_adamw(dtype: torch.dtype) -> None:
-    """By all routes in both directions. A state of torch's shares its step counts with what loads it."""
+    """States go by all routes in both directions. A state of torch's shares its step counts with what loads it."""
     kinds = [("FusedAdamW", "FusedAdamW"), ("FusedAdamW", "AdamW"), ("AdamW", "FusedAdamW")]
     # Moments that were FP32 are rounded: tests/fsdp2/test_moments_8bit.py.
     kinds += [("8-bit moments", "8-bit moments"), ("8-bit moments", "AdamW")]

@@ -28,7 +28,7 @@ def loss(model: Any, step: int, learns: bool = False) -> Tensor:
 
 
 class Rooted(Net):
-    """With weights in the root module, before the blocks and after them."""
+    """A Net with weights in the root module, before the blocks and after them."""
 
     def __init__(self) -> None:
         super().__init__(FEW, 64, 96)
@@ -261,7 +261,7 @@ def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_backward_pass_that_breaks_between_steps(ranks: Ranks, reshard: bool) -> None:
-    """With `reshard` it leaves gathers behind, of the weights of its forward pass."""
+    """A broken backward pass leaves gathers of the weights of its forward pass behind with `reshard`."""
     assert [found for found, *_ in ranks(2)(in_backward, torch.optim.SGD, reshard, True, True)] == [[], []]
 
 

@@ -142,7 +142,7 @@ def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[w
 @pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW"), models.slow("8-bit moments")])
 @on_ranks(2)
 def test_a_model_that_is_dropped_is_freed(optimizer: str) -> None:
-    """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
+    """Masters, moments and gathered bytes are freed with the model. No cycle goes through what the garbage
     collector does not look into.
     """
     found = []

@@ -62,7 +62,7 @@ def launches(moment_dtype: Any) -> Counter[str]:
 
 @on_ranks(1)
 def test_a_step_has_the_launches_of_fp32_moments() -> None:
-    """One for each format, not one for each parameter, and codes are written with them."""
+    """A step has one launch for each format, not for each parameter, and codes are written with it."""
     found = launches("8bit")
     assert found == launches(torch.float32)
     assert found["adam_cast"] > 1

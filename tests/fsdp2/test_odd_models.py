@@ -119,7 +119,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 )
 @on_ranks()
 def test_models(name: str, moment_dtype: Any) -> None:
-    """Over steps with all that a loop may have around them, verify finds nothing, and what learns moves."""
+    """Weights that learn change and verify after steps with all that a loop may have around them."""
     model = MODELS[name]()
     optimizer = zerocast.fsdp2.FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
     scaler = torch.amp.GradScaler(models.place(), init_scale=2.0**12, enabled=name == "scaled loss")

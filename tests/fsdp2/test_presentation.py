@@ -88,7 +88,9 @@ def test_what_cannot_be_presented_is_refused() -> None:
 
 
 def test_modules_with_tensors_of_their_own_are_presented() -> None:
-    """Without `present` kernels of TransformerEngine would be given memory that a QuantizedWeight does not have."""
+    """TransformerEngine's modules need `present`: its kernels would be given memory that a QuantizedWeight
+    does not have.
+    """
     layer = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
     model = nn.Sequential(layer(128, 128))
     expected = (

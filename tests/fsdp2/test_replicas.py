@@ -129,5 +129,5 @@ def check(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool, timeout:
 @pytest.mark.parametrize(("shape", "late"), [((2, 2), False), ((2, 1), False), ((2, 1), True)])
 @pytest.mark.parametrize("event", EVENTS)
 def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool) -> None:
-    """Also where headers are read late, as on a GPU."""
+    """All replicas raise, also if headers are read late, as on a GPU."""
     check(ranks, event, shape, late)

@@ -131,7 +131,9 @@ def test_only_between_steps(case):
 
 @on_ranks(2)
 def test_not_within_a_pass():
-    """By a hook of a module, or of a gradient; then a backward pass of an earlier forward pass."""
+    """A switch is refused in a hook of a module or a gradient, and a backward pass of an earlier forward pass
+    is refused after one.
+    """
     model, adam = started()
     models.train(model, adam, range(1), WIDTH)
     said: list[str] = []

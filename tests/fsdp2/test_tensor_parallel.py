@@ -24,7 +24,7 @@ WIDTH = 128
 
 
 class MLP(nn.Module):
-    """Up sliced by rows, down by columns."""
+    """Two layers: `up` is sliced by rows, `down` by columns."""
 
     def __init__(self, hidden: int = 192) -> None:
         super().__init__()

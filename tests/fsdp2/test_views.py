@@ -194,7 +194,7 @@ def viewed(operator: Any) -> tuple[list[Tensor], MasterParameter, Recorder]:
 )
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_every_view_is_noticed(context: Callable[[], Any]) -> None:
-    """Whatever shares memory with a master is a wrapper, as are its own views, and says so when it is written to."""
+    """Tensors that share memory with a master are wrappers, like their own views, and report writes."""
     found = 0
     for operator in viewing():
         with context():
@@ -213,7 +213,7 @@ def test_every_view_is_noticed(context: Callable[[], Any]) -> None:
 
 
 def test_what_has_memory_of_its_own_is_plain() -> None:
-    """Else what optimizers keep would be taken for masters."""
+    """New tensors are plain: otherwise what optimizers keep would be taken for masters."""
     master, _ = a_master(4, 4)
     for made in (
         master + 1,

@@ -71,7 +71,7 @@ def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
 )
 @on_ranks(3)
 def test_nothing_waits_for_its_own_step(optimizer: str, parts: int, reshard: bool) -> None:
-    """In five steps of `parts` backward passes, of which nothing crosses to the host in the last one."""
+    """No step waits for itself over five steps of `parts` backward passes. The last one moves nothing to the host."""
     with as_on_a_gpu() as waits:
         model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
         steps = models.OPTIMIZERS[optimizer](model)

@@ -80,7 +80,7 @@ def attempt(folder: Path, trainer: Trainer, hashed: bool) -> bool:
 @pytest.mark.parametrize("seconds", LENGTHS)
 @pytest.mark.parametrize("hashed", [True, False])
 def test_checkpoints(tmp_path: Path, whole: Path, seconds: float, hashed: bool) -> None:
-    """With the manifest, whatever loads is what was written, to the bit; without, it is an error or some values."""
+    """A damaged checkpoint with its manifest is refused or loads to the bit. Without, it is an error or some values."""
     trainer, wanted = Trainer(RUN), Trainer(RUN)
     optim.load(wanted.optimizer, whole)
     expected = snapshot(wanted)

@@ -356,7 +356,7 @@ def said(outcome: "Values | str", twin: "Values | str | None") -> str:
     return f"{NOTICE}: {wrong[:3]}" if wrong or outcome.keys() != twin.keys() else RIGHT
 
 
-# What becomes of each use on each host, in the order of COLUMNS: "." right, "R" refused, "D" refused in debug mode, "n" a notice,
+# The outcome of each use on each host, in the order of COLUMNS: "." right, "R" refused, "D" refused in debug mode, "n" a notice,
 # or "-" where the event cannot be.
 COLUMNS = ("event", *USES)
 LETTERS = {".": RIGHT, "R": REFUSED, "D": DEBUG, "n": NOTICE}

@@ -69,7 +69,9 @@ def test_every_buffer(ranks: Ranks, tmp_path: Path, host: str, variant: str, wor
 @on_ranks(3)
 @pytest.mark.parametrize(("host", "variant"), variants("ZeroAdamW overlap"))
 def test_what_is_right_is_not_complained_of(tmp_path: Path, host: str, variant: str) -> None:
-    """On three ranks, whose boundaries cut weights and blocks; to verify, to save and to load changes nothing."""
+    """Nothing right is complained of on three ranks that cut weights and blocks; verifying, saving and loading
+    change nothing.
+    """
     with find(host).inside(variant):
         run, twin, found = find(host)(str(tmp_path), variant), find(host)(str(tmp_path), variant), []
         for number in range(3):

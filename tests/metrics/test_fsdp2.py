@@ -53,7 +53,7 @@ def check(model: Any, sample: Sample, before: Found) -> None:
 def test_counts_are_those_of_the_unsharded_masters(
     formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool
 ) -> None:
-    """Every second of four steps is measured."""
+    """A meter of every second step counts what the unsharded masters give."""
     model = models.sharded(Net(formats, 64, hidden), reshard_after_forward=reshard)
     make: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
     optimizer = make(model.parameters(), lr=1e-2)
@@ -88,7 +88,7 @@ def check_stages(sample: Sample, fused: bool) -> None:
 @pytest.mark.slow
 @on_ranks(4)
 def test_slices_add_up() -> None:
-    """Under tensor parallelism: counts of all slices together, after a step on each of 2x2 ranks."""
+    """Counts under tensor parallelism are those of all slices together, after a step on 2x2 ranks."""
     mesh = models.mesh((2, 2), ("shard", "tp"))
     model: Any = Net(("nvfp4", "fp8_current"), 64, 128)
     for block in model.blocks:

@@ -70,7 +70,7 @@ def trained(fmt: str, mode: str | None, device: str) -> list[Tensor]:
                 functools.reduce(lambda x, block: block(x), blocks, x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Of several ranks each returns its own part.
+    # Each of several ranks returns its own part.
     return [getattr(master, "flat", master).clone() for master in optimizer.state_dict()["model"].values()]
 
 

@@ -141,7 +141,7 @@ def one(setting: str, how: str, backend: str, fmt: str, weight_gradients: Any) -
                 optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        # What is collected in the forward pass would count as memory that it frees.
+        # Garbage that is collected in the forward pass would count as memory that the pass frees.
         gc.collect()
         before = torch.cuda.memory_allocated()
         y = function(x)

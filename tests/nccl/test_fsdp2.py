@@ -234,7 +234,7 @@ def assert_products(runs: list[list[Found]], formats: tuple[str, ...], compiled:
 
 
 def test_products_run_on_tensor_cores_compiled_too(gpu_ranks, hopper):
-    """By block without a graph break and as a whole, the gathered weights where they lie; and without a fallback."""
+    """Products run on tensor cores, compiled by block without a graph break and whole, from the gathered weights."""
     runs = [gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, timeout=SECONDS) for how in ("", "blocks", "whole")]
     assert_products(runs, tuple(PATHS), {"aten::_scaled_mm", "aten::_scaled_mm_v2"})
 

@@ -23,7 +23,7 @@ WORDS, WIDTH, HIDDEN, BLOCKS, ROWS = 8192, 1024, 2048, 64, 16
 WITHIN = 0.03
 FORMATS = ("fp8_block", "nvfp4", "bf16")
 MOMENTS = (torch.float32, "8bit")
-# What a rank has only during a step.
+# A rank has these only during a step.
 TRANSIENT = ("columnwise copies", "buckets")
 
 

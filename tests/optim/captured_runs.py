@@ -32,7 +32,9 @@ class Case(Run):
 
 
 class Repeated(CapturedStep):
-    """With work that runs again in place of a CUDA graph where there is none; recording launches nothing there either."""
+    """A captured step with repeated work in place of a CUDA graph where there is none. Recording launches
+    nothing there either.
+    """
 
     @staticmethod
     def _record(work: Work) -> Work:

@@ -107,7 +107,7 @@ def test_no_gradient_at_all():
 )
 @on_ranks(2)
 def test_one_rank_without_gradients():
-    """In each step another one, the steps included before which ranks compare what they do not train."""
+    """Another rank has no gradients in each step, also in those before which ranks compare what they do not train."""
     check(dataclasses.replace(BY_TURNS, steps=3))
 
 

@@ -221,7 +221,7 @@ def test_values_out_of_range_are_told_to_all_ranks(kind: str, bad_ranks: list[in
 
 
 def test_a_number_after_a_tensor_on_the_device() -> None:
-    """Also the number that was there before the tensor."""
+    """A number is written again after a tensor, even the number that was there before the tensor."""
     table, tensor = Hyperparameters(1, torch.device("meta")), torch.zeros((), device="meta")
     group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
     written = []

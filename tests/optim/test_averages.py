@@ -114,7 +114,7 @@ def test_bits_on_any_number_of_ranks(config):
 )
 @on_ranks(0, 2)
 def test_no_training_within_a_swap():
-    """Nothing of it is left afterwards."""
+    """Calls that train, save or load within a swap raise and leave nothing behind."""
     averaged = Averaged()
     averaged.step(0)
     optimizer, ema = averaged.optimizer, averaged.ema
@@ -200,7 +200,7 @@ def interrupted(call: Any, at: int) -> bool:
     answer="the next step is right, or it raises until a state is loaded; the average misses no step",
 )
 def test_an_interrupted_swap():
-    """No step trains from an average."""
+    """An interrupted swap lets no step train from an average."""
     averaged = Averaged()
     averaged.step(0)
     optimizer = averaged.optimizer
@@ -322,7 +322,7 @@ def test_a_taken_over_optimizer_swaps_nothing_in(same):
 
 
 def test_an_average_without_memory_follows_no_step(monkeypatch):
-    """Whoever kept the exception keeps the object that was not finished."""
+    """A kept exception keeps the unfinished object alive, which must follow no step."""
     averaged = Averaged()
     optimizer = averaged.optimizer
     monkeypatch.setattr(optimizer.averages, "count", mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError)))

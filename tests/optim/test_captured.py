@@ -78,7 +78,7 @@ def before_a_step(case: Case) -> Trainee:
 @pytest.mark.parametrize("name", ["clipped", "overlap", "library order", "bf16 moments"])
 @on_ranks(1, 2)
 def test_no_step_waits_for_the_device(name):
-    """From reduced gradients to gathered bytes, with learning rates that have just changed."""
+    """No wait occurs from reduced gradients to gathered bytes, with learning rates that have just changed."""
     trainee = before_a_step(CASES[name])
     with HostTraffic() as traffic:
         trainee.ordinary_step()
@@ -109,7 +109,7 @@ def test_traffic_is_seen():
 
 
 class Idle(Repeated):
-    """With a graph that does nothing."""
+    """A captured step whose graph does nothing."""
 
     @staticmethod
     def _record(work: captured_step.Work) -> captured_step.Work:
@@ -117,7 +117,9 @@ class Idle(Repeated):
 
 
 def test_the_host_keeps_the_books():
-    """With a graph that does nothing: casts are counted, copies belong to the last cast, gradients are used up."""
+    """With a graph that does nothing, the host still counts casts, assigns copies to the last cast and uses
+    gradients up.
+    """
     trainee = Trainee(Case())
     step = trainee.capture(Idle)
     plan, before = trainee.optimizer._weights.driver.plan, trainee.held()
@@ -289,7 +291,7 @@ def test_what_is_recorded_was_run_before():
 
 
 class WithoutHost(Repeated):
-    """Without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
+    """A captured step without the host's part: a replay records nothing of what the optimizer left in its weights."""
 
     @staticmethod
     def _record(work: captured_step.Work) -> captured_step.Work:
@@ -301,7 +303,7 @@ class WithoutHost(Repeated):
 
 
 def test_debug_copies_follow_replayed_graphs(device):
-    """Else the second step would take what the first one's graph wrote for a write by somebody else."""
+    """The copies follow replays: otherwise the second step would take the first graph's writes for those of a user."""
     set_debug(True)
     try:
         trainee, eager = Trainee(Case(device=device)), Trainee(Case(device=device))

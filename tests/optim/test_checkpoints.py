@@ -60,7 +60,7 @@ def test_arguments(tmp_path):
 
 
 def test_a_save_whose_folder_is_deleted(tmp_path):
-    """By hand, or by a run that took the folder over: it raises, and older ones stay."""
+    """A save raises if its folder is deleted by hand, or by a run that took it over. Older ones stay."""
     saved(str(tmp_path))
     checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(FEW), checkpoint._of_all_ranks
 
@@ -122,7 +122,7 @@ def test_asynchronous_without_a_process_group(tmp_path):
 # -- a checkpoint is whole or not there
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-# What fails, as on a full or broken disk.
+# Calls that fail, as on a full or broken disk.
 FAULTS: dict[str, tuple[Any, str]] = {
     "a file": (FileSystem, "create_stream"),
     "the manifest": (Manifest, "write"),
@@ -214,7 +214,7 @@ def refuses(folder: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_files(ranks, tmp_path, damage):
-    """Every file of a checkpoint of two ranks in turn; the one before is still there."""
+    """Damage of any file of a checkpoint of two ranks is refused. The checkpoint before still loads."""
     ranks(2)(saved, str(tmp_path / "whole"))
     files = [name for name in names(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")]
     assert len(files) == 2

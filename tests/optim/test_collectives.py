@@ -202,7 +202,7 @@ def test_the_first_reduction_starts_before_the_last_gradient_exists(fmt, how, st
 
 @on_ranks(2)
 def test_reductions_of_two_passes_in_flight_land_in_order():
-    """Beside another optimizer a reduction outlives its pass; FP32 is otherwise reduced into the shard itself."""
+    """A reduction outlives its pass beside another optimizer. FP32 is otherwise reduced into the shard itself."""
     reduce, number = Group.reduce_scatter_mean, itertools.count()
 
     def call(group: Group, out: torch.Tensor, full: torch.Tensor, async_op: bool = False, what: str = "") -> Any:

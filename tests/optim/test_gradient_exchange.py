@@ -92,7 +92,7 @@ SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(
 def test_every_owner_gets_its_matrices(
     shapes: list[tuple[tuple[int, ...], torch.dtype, bool]], limit: int, ranks: int
 ) -> None:
-    """Any shapes, stacks, dtypes, of Muon or not, on any ranks, also more than there are matrices."""
+    """Shapes, stacks and dtypes, Muon's or not, may be any, on any number of ranks, even more than matrices."""
     named = [(f"w{i}", torch.empty(shape, dtype=dtype), 0) for i, (shape, dtype, _) in enumerate(shapes)]
     exchanged(named, {f"w{i}": math.prod(s) for i, (s, _, muon) in enumerate(shapes) if muon}, limit, ranks)
 

@@ -25,7 +25,7 @@ def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
 @pytest.mark.parametrize("kind", ["mesh", "group"])
 @on_ranks(4)
 def test_groups(kind):
-    """Two ranks of four, as a mesh dimension or a group: the others play no part."""
+    """An optimizer trains over two ranks of four, given as a mesh dimension or a group. The others play no part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     group = mesh if kind == "mesh" else mesh.get_group()
     trainer = Compared(group=group)

@@ -46,7 +46,7 @@ def saved_both_ways(path: str) -> None:
 
 
 def test_a_compact_state_is_the_same_state(ranks, tmp_path):
-    """In 2.06 bytes an element of moments, and either kind of checkpoint loads into either optimizer."""
+    """A compact state has 2.06 bytes an element of moments. Either kind of checkpoint loads into either optimizer."""
     ranks(3)(saved_both_ways, str(tmp_path))
     expected = whole_state(str(tmp_path / "exact"))
     casts.assert_same_bytes(whole_state(str(tmp_path / "compact")), expected)

@@ -163,7 +163,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "call"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:10]))
 @on_ranks(2)
 def test_one_rank(make: Any, call: str, tmp_path: Path) -> None:
-    """Once one rank is in a state, a call raises on all ranks or on none, or the next gather does."""
+    """A call on a rank in such a state raises on all ranks or none, or the next gather does."""
     for number, (state, change) in enumerate(STATES[getattr(make, "func", make)].items()):
         run = make(tmp_path / str(number))
         if call == "Checkpoints.load":

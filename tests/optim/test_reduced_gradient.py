@@ -50,7 +50,7 @@ def aten_operators() -> Iterator[Any]:
 
 
 def test_every_operator_is_defined_or_raises():
-    """In the dispatcher nothing passes by the table."""
+    """An operator that the table lacks raises in the dispatcher."""
     held, _optimizer = gradient()
     operators = set(aten_operators())
     assert len(operators) > 1500
@@ -79,7 +79,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_function_reads_noise():
-    """Each is called with a reduced gradient for every argument that it needs; no tensor and no number may come of it."""
+    """No tensor or number comes of a function that is called with a reduced gradient for all arguments it needs."""
     overrides, silent = get_testing_overrides(), []
     held, _optimizer = gradient()
     for name, function in functions().items():
@@ -146,7 +146,7 @@ def test_what_can_be_asked():
 
 @on_ranks(3)
 def test_changes_in_place():
-    """In place: on this rank's slice, what the same would do to the whole."""
+    """A change in place does to this rank's slice what it would do to the whole."""
     trainer = trained()
     generator = torch.Generator().manual_seed(1)
     for parameter in trainer.probe.parameters():

@@ -53,7 +53,7 @@ def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -
 )
 @on_ranks(0, 3)
 def test_nothing_changes(case, value):
-    """Two good steps, two bad ones, two good ones."""
+    """A skipped step changes nothing: two good steps, two bad ones, two good ones."""
     run, name = case
     trainer, culprit = Compared(run), min(world() - 1, 1)
     for step in range(6):
@@ -77,7 +77,7 @@ def test_nothing_changes(case, value):
 
 @on_ranks(0, 2)
 def test_what_is_new_is_logged_when_read():
-    """Once, by rank 0, and not before."""
+    """Rank 0 logs new skipped steps once, when they are read and not before."""
     trainer = Trainer(Run())
     with logged() as said:
         assert trainer.optimizer.skipped_steps == 0

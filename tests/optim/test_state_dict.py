@@ -80,7 +80,7 @@ def test_shards_are_no_values():
 
 
 def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
-    """From a run without delayed scaling; what the optimizer had seen before it loaded plays no part."""
+    """A scale that a run without delayed scaling lacks is seeded. What the optimizer had seen before plays no part."""
     plain = Trainer(Run((Spec("w", (32, 64), "nvfp4"),), options=(ADAM,)))
     plain.train(range(2))
     optim.save(plain.optimizer, tmp_path / "checkpoint")
@@ -130,7 +130,7 @@ def test_a_state_that_was_kept_during_steps():
 
 @on_ranks(0, 2)
 def test_state_of_another_optimizer(world):
-    """From one optimizer to another that cuts alike and has had another life, in memory, and of one process through torch.save."""
+    """A state loads into an optimizer that cuts alike and has trained, in memory, or by torch.save on one process."""
     trainer, other = Trainer(Run()), Trainer(Run())
     trainer.train(range(3))
     other.train(range(7))
@@ -213,7 +213,7 @@ LARGE = (
 
 @on_ranks(2, 4)
 def test_no_rank_holds_the_full_state(tmp_path, world):
-    """Neither in its state dictionary nor in its file of a checkpoint, which each rank writes alone."""
+    """A rank holds a part of the state in its dictionary and in its file of a checkpoint, which it writes alone."""
     numel = 2 * 128 * 256 + 128 * 128
     trainer = Trainer(Run(LARGE, config=ZeroConfig(bucket_size=2**14)))
     sizes = [part.nbytes for value in flat(trainer.optimizer.state_dict()).values() for _, part in boxes(value)]

@@ -76,7 +76,7 @@ def expected(trainer: Trainer, step: int) -> Tensor:
 @pytest.mark.parametrize("run", some(CASES, "2 library", "1 logical", "Muon"))
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_norms(run):
-    """Every norm that torch can be asked for, against arithmetic on the whole gradient; one collective for each type."""
+    """Norms of every type of torch agree with arithmetic on the whole gradient, with one collective each."""
     trainer = Trainer(run)
     trainer.probe.backward(BUSY, rank())
     whole = expected(trainer, BUSY)
@@ -145,7 +145,9 @@ FLOATS = (
 @pytest.mark.parametrize(("world", "bad_rank"), [(2, 1), slow(1, 0), slow(3, 0), slow(2, None)])
 @on_ranks()
 def test_grad_scaler(bad_rank, stage):
-    """Three steps with GradScaler, one of them with an infinite gradient in one element on one rank, beside a run without."""
+    """Three steps with GradScaler give the masters of a run without it. An infinite element on one rank skips
+    the second.
+    """
     config = ZeroConfig(bucket_size=4096, grad_dtype=FP32)
     ours, theirs = (Trainer(Run(FLOATS, stage=stage, config=config, options=(ADAM,))) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)

@@ -236,7 +236,7 @@ def test_memory_that_runs_out_on_one_rank():
 
 
 def test_memory_that_runs_out_anywhere():
-    """On one rank: whatever operator it is, everything is as before, and can go on."""
+    """A switch that runs out of memory on one rank, at any operator, changes nothing, and training goes on."""
     counting = Trainer(Run())
     with OutOfMemory(-1) as count:
         zerocast.switch(counting.optimizer, RECIPES["mixed"])

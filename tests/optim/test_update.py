@@ -212,7 +212,7 @@ def test_threads_do_not_change_the_bits():
 
 @pytest.mark.parametrize("run", [Run(), SMALL], ids=["ZeroAdamW", "ZeroMuon"])
 def test_a_compiled_step_is_the_step(run: Run) -> None:
-    """By torch.compile of `step`, which torch's own optimizers allow: ours runs between graphs."""
+    """torch.compile of `step` is allowed, as for torch's own optimizers: ours runs between graphs."""
     eager, compiled = Trainer(run), Trainer(run)
     step: Any = torch.compile(compiled.optimizer.step, backend="eager")
     for number in range(3):

@@ -133,8 +133,9 @@ class Undistributed:
 
 
 class UndistributedMuon(Undistributed):
-    """The same where groups that say use_muon are stepped by torch.optim.Muon on `device`: each matrix, or each of a stack, by
-    one of its own."""
+    """An Undistributed whose groups with use_muon are stepped by torch.optim.Muon on `device`. Each matrix, or
+    each of a stack, has its own.
+    """
 
     def __init__(
         self, specs: Iterable[Spec], moment_dtype: torch.dtype | Literal["8bit"] = torch.float32, device: str = "cpu"

@@ -32,11 +32,11 @@ class Suite:
 # torch_npu keeps copies of torch's tests, which name its device where torch's name CUDA's.
 CPU = ("gloo", "torch_npu")
 DEVICE = {'"npu"': '"cpu"', '"npu:0"': '"cpu"'}
-# Of the tests of all optimizers, those of AdamW's family and of what every optimizer does.
+# The tests of AdamW's family and of what every optimizer does, among those of all optimizers.
 ADAMW = "adam or hook or invalid or duplicate or noop or load_state"
 FSDP2 = ("distributed/fsdp2", "distributed/_composable")
 SCHEDULERS = ("optim/test_lrscheduler.py",)
-# Of torch's own tests of FSDP2, those that torch_npu has not copied.
+# The tests of FSDP2 in torch that torch_npu has not copied.
 TORCH = (
     *(
         f"_composable/fsdp/test_fully_shard_{name}.py"
@@ -45,8 +45,8 @@ TORCH = (
     "checkpoint/fsdp/test_fsdp_dsd.py",
     "checkpoint/test_state_dict.py",
 )
-# Those are of torch 2.6: first what later versions have renamed, then what names a GPU, in the words
-# of torch_npu. Compiled models take minutes on a CPU.
+# Torch's tests are of torch 2.6: first what later versions have renamed, then what names a GPU,
+# in torch_npu's words. Compiled models take minutes on a CPU.
 ON_CPU = {
     "predivide_factor, postdivide_factor =": "predivide_factor, postdivide_factor, *_ =",
     "_dim_group_infos": "_dim_group_names",

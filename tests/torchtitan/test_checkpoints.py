@@ -34,7 +34,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name:
 
 @slow
 def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> None:
-    """And other ranks: a checkpoint holds FP32 tensors and nothing of zerocast."""
+    """Plain torchtitan and other numbers of ranks load a checkpoint, of FP32 tensors and nothing of zerocast."""
     case = Case("nvfp4", "for-loop", steps=2, options=("--checkpoint.no-last-save-model-only",))
     (_, contents, _), _ = ranks(2)(run, case, str(tmp_path))
     for world, reader in ((2, case.plain()), (3, case.plain()), (3, case)):

@@ -45,7 +45,7 @@ def check_trained(case: Case, folder: Path, world: int = 2) -> None:
 @pytest.mark.shows(host="torchtitan", parallel="data", formats=lambda fmt: [fmt], ranks=2)
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8"])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(fmt: str, tmp_path: Path) -> None:
-    """And its gathered bytes are those of the unsharded cast."""
+    """A resumed run equals the uninterrupted one, and its gathered bytes are those of the unsharded cast."""
     case = Case(fmt, options=(*SAVING, "--debug.deterministic"))
     whole = launch(case, tmp_path)
     resumed = launch(case.having("--checkpoint.load_step=2"), tmp_path)

@@ -40,7 +40,7 @@ if not WHY_NOT:
                 pass
 
         class ReplacedLinear(Linear):
-            """Stands for a linear layer of torchao."""
+            """A stand-in for a linear layer of torchao."""
 
             @dataclass(kw_only=True, slots=True)
             class Config(Linear.Config):

@@ -95,7 +95,7 @@ def test_refused_when_the_trainer_is_built(tmp_path: Path, name: str) -> None:
     [("optim", "adafactor"), ("optim", "sgd"), ("optim_args", "a=1"), ("optim_target_modules", "all")],
 )
 def test_refused_when_training_begins(tmp_path: Path, name: str, value: str) -> None:
-    """Only where the Trainer builds the optimizer; one that is given is what trains, as in the stock Trainer."""
+    """The argument is refused if the Trainer builds the optimizer. A given one trains, as in the stock Trainer."""
     with pytest.raises(ValueError, match=f"{name}='{value}' in TrainingArguments"):
         trainer_of(tmp_path, **{name: value}).train()
 
@@ -120,7 +120,7 @@ LOADS_BEST = {
 
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_the_best_model_is_loaded(tmp_path: Path, save_only_model: bool) -> None:
-    """From masters and moments, or from the masters of a checkpoint with the model alone, which none resumes."""
+    """The best model is loaded from masters and moments, or from the masters of a checkpoint that no run resumes."""
     trainer = trainer_of(tmp_path, save_only_model=save_only_model, **LOADS_BEST)
     trainer.train()
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
@@ -170,7 +170,7 @@ def test_a_plain_parameter_that_is_unfrozen_raises(tmp_path: Path) -> None:
 
 
 def test_refused_where_a_run_would_not_reduce_its_gradients(tmp_path: Path) -> None:
-    """Several GPUs in one process, a model without quantized weights, and an optimizer that is not ours."""
+    """Several GPUs in one process, a model without quantized weights, and an optimizer that is not ours are refused."""
     trainer = trainer_of(tmp_path)
     trainer.args._n_gpu += 2
     for call in (trainer.train, lambda: trainer.evaluate(ROWS)):

@@ -57,7 +57,7 @@ def configured(**options: Any) -> Iterator[FullyShardedDataParallelPlugin]:
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, **options
     )
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    # As torchrun sets it. The process group is there already.
+    # torchrun sets these. The process group is there already.
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -112,7 +112,7 @@ def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str
         assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
         again = train(STEPS * ACCUMULATED)
         state = accelerator.get_state_dict(model)
-        # Of a GPU, accelerate copies the state to the host.
+        # On a GPU, accelerate copies the state to the host.
         assert not state or all(torch.equal(state[name].cpu(), value.cpu()) for name, value in again.items())
         assert all(torch.equal(once[name], value) for name, value in again.items())
         return before, again, ok, torch.stack(losses)[: STEPS * ACCUMULATED]

@@ -310,7 +310,7 @@ def test_save_pretrained(tmp_path: Path) -> None:
 
 
 def test_the_stock_accelerator(tmp_path: Path) -> None:
-    """On one rank it trains; what it saves names ours."""
+    """The stock Accelerator trains on one rank. The error of its save names ours."""
     accelerator, net = accelerate.Accelerator(cpu=True), model()
     net, optimizer = accelerator.prepare(net, ZeroAdamW(net.named_parameters()))
     before = net.model.layers[0].mlp.up_proj.weight.dequantize()
