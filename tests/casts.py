@@ -50,7 +50,7 @@ def raw(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def sha(data: Any) -> str:
-    """First 16 digits of the sha256 of raw bytes, as in goldens.json."""
+    """Return the first 16 digits of the sha256 of raw bytes, as in goldens.json."""
     if isinstance(data, Tensor):
         data = raw(data)
     return hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]

@@ -52,7 +52,7 @@ class Bound(Exception):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a GPU, bind the arguments of a case's call on ranks before the case is skipped, so that a
+    """Bind the arguments of a case's call on ranks before the case is skipped for lack of a GPU, so that a
     changed signature is an error here too.
     """
     if "gpu_ranks" in getattr(item, "fixturenames", ()) and not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def bind_arguments(item: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Modules stay, so collections of garbage while they are imported find nothing: they took a sixth of that time."""
+    """Collect no garbage while modules are imported: they stay, and collections took a sixth of the time."""
     gc.disable()
 
 
@@ -101,9 +101,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Warnings of other packages are not ours to mend: only those from files of this tree are shown.
-    A skip that `--expect-skips` does not allow fails the run.
-    """
+    """Show only the warnings from files of this tree. A skip that `--expect-skips` does not allow fails the run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "warnings" in reporter.stats:
         reporter.stats["warnings"] = [warning for warning in reporter.stats["warnings"] if is_ours(warning.fslocation)]
@@ -113,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 def is_ours(place: tuple[str, int] | None) -> bool:
-    """True of a warning from a file of this tree, and of one from nowhere."""
+    """Return True for a warning from a file of this tree, and for one from nowhere."""
     return place is None or (Path(place[0]).is_relative_to(ROOT) and "site-packages" not in Path(place[0]).parts)
 
 

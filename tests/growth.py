@@ -16,7 +16,7 @@ PAGE = resource.getpagesize()
 
 
 def held() -> Counter[str]:
-    """Counts by kind, after a garbage collection; resident memory apart, since allocators keep some."""
+    """Count what is held by kind, after a garbage collection. Resident memory is apart, since allocators keep some."""
     gc.collect()
     found: Counter[str] = Counter()
     for thing in gc.get_objects():
@@ -36,7 +36,7 @@ def held() -> Counter[str]:
 
 
 def resident() -> int:
-    """Bytes of this process in physical memory."""
+    """Return the bytes of this process in physical memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 

@@ -12,7 +12,7 @@ TINY_SUBNORMAL = 1e-41
 
 
 def lcg_matrix(rows: int, columns: int, seed: int) -> F32:
-    """Deterministic f32 values whose magnitude depends on the row, exact in any language."""
+    """Return deterministic f32 values whose magnitude depends on the row, exact in any language."""
     n = np.arange(rows * columns, dtype=np.uint64) + np.uint64(7919 * seed)
     u = (n * np.uint64(2654435761) + np.uint64(1013904223)) & np.uint64(0xFFFFFFFF)
     u ^= u >> np.uint64(15)
@@ -24,7 +24,7 @@ def lcg_matrix(rows: int, columns: int, seed: int) -> F32:
 
 
 def bit_patterns(count: int, seed: int) -> F32:
-    """f32 values drawn by bit pattern: every exponent as likely as any other, Inf, NaN and subnormals included."""
+    """Return f32 values drawn by bit pattern: every exponent as likely as any other, Inf, NaN and subnormals included."""
     return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
 
 
@@ -80,5 +80,5 @@ CONTENTS: dict[str, Callable[[int, int, int], F32]] = {
 
 
 def matrix(content: str, rows: int, columns: int, seed: int) -> F32:
-    """`rows x columns` of what the name in `CONTENTS` says."""
+    """Return `rows x columns` of the content that the name in `CONTENTS` says."""
     return CONTENTS[content](rows, columns, seed)

@@ -52,7 +52,7 @@ def _rows(decorator: ast.expr) -> list[Row]:
 
 
 def table() -> str:
-    """Markdown: a list for each host, or for the hosts that share an answer, in the order of WHERE."""
+    """Return Markdown: a list for each host, or for the hosts that share an answer, in the order of WHERE."""
     shared: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(dict)
     for (where, mistake, answer), tests in marked().items():
         shared[mistake, answer][where] = tests

@@ -19,7 +19,7 @@ def place(i: int, j: int, columns: int) -> int:
 
 
 def places(rows: int, columns: int) -> Tensor:
-    """`place` of every scale of a matrix."""
+    """Return the `place` of every scale of a matrix."""
     return torch.tensor([[place(i, j, columns) for j in range(columns)] for i in range(rows)])
 
 

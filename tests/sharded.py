@@ -41,7 +41,7 @@ class Weight:
         return x.to(self.nominal) if self.nominal_master else x
 
     def shard(self, rank: int, step: int = 0) -> tuple[Tensor | None, int | None]:
-        """(master, start) of a rank, None where it owns nothing."""
+        """Return (master, start) of a rank, or None for both if it owns nothing."""
         start, stop = self.spans[rank]
         if start == stop:
             return None, None
@@ -96,7 +96,7 @@ def expected(weight: Weight, scale: float = 1.0, step: int = 0) -> casts.Bytes:
 
 
 def _with_poison(weight: Weight, buffers: casts.Bytes, owned: NDArray[np.bool_]) -> casts.Bytes:
-    """`owned` has the elements of the matrices that the weight is stored in, `[number, rows, columns]`."""
+    """Return the buffers with poison outside of `owned`, `[number, rows, columns]` of the stored matrices."""
     spec = get_format(weight.fmt)
     for name in ("rowwise_data", "columnwise_data"):
         if name not in buffers or owned.all():

@@ -26,12 +26,14 @@ def row(**columns: int) -> list[int]:
 
 
 def table(*rows: list[int]) -> Tensor:
-    """Rows as the descriptor table of a stage."""
+    """Return rows as the descriptor table of a stage."""
     return torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
 
 
 def encode(backend: str, element: str, x: Tensor) -> Tensor:
-    """Codes of f32 `x`, one a byte, by a backend's own partial_cast: with scales that are exactly one, a cast is an encoder."""
+    """Return the codes of f32 `x`, one a byte, by a backend's own partial_cast: with scales of exactly one, a
+    cast is an encoder.
+    """
     stage = devices.stage(backend, "partial_cast")
     one = torch.ones(1)
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
@@ -53,7 +55,7 @@ def encode(backend: str, element: str, x: Tensor) -> Tensor:
 
 
 def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
-    """Words of f32 `x` rounded to a nominal dtype of 16 bits, by a backend's own partial_cast."""
+    """Return the words of f32 `x` rounded to a nominal dtype of 16 bits, by a backend's own partial_cast."""
     words = torch.empty(x.numel() * nominal.itemsize, dtype=torch.uint8)
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
     rows = table(row(**where, row_data_base=0, row_data_offset=0))
@@ -63,7 +65,7 @@ def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
 
 
 def decode(backend: str, element: str, codes: Tensor) -> Tensor:
-    """Values of a multiple of 16 codes, given one a byte, by a backend's own dequantize."""
+    """Return the values of a multiple of 16 codes, given one a byte, by a backend's own dequantize."""
     stage = devices.stage(backend, "dequantize")
     if element not in OF_4_BITS:
         fmt, values = get_format("fp8_delayed", element=element), torch.empty(codes.numel() // 16, 16)
@@ -81,7 +83,9 @@ def decode(backend: str, element: str, codes: Tensor) -> Tensor:
 
 
 def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """(stored scale of each block, tensor amax) that a backend derives from these f32 block amaxes, in 128 rows if many."""
+    """Return (scale of each block, tensor amax) that a backend derives from these f32 block amaxes, in 128
+    rows if many.
+    """
     spec, down = get_format(fmt), 128 if amaxes.numel() > 1000 else 1
     assert spec.block
     across = -(-amaxes.numel() // down)
@@ -107,6 +111,6 @@ def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def floats(bits: list[str]) -> Tensor:
-    """f32 values from the hexadecimal bit patterns of goldens.json."""
+    """Return the f32 values of the hexadecimal bit patterns of goldens.json."""
     words: NDArray[Any] = np.array([int(word, 16) for word in bits], np.uint32)
     return torch.from_numpy(words.view(np.float32))

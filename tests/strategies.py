@@ -34,7 +34,7 @@ def examples(backend: str) -> settings:
 
 
 def is_at_best_level() -> bool:
-    """True if the C++ backend runs at the highest SIMD level of this machine now."""
+    """Return True if the C++ backend runs at the highest SIMD level of this machine now."""
     compiled = extension.load()
     return bool(compiled.simd_level() == compiled.simd_levels()[0])
 

@@ -31,7 +31,7 @@ class Arena:
         self.extents: list[tuple[int, int, int]] = []
 
     def place(self, values: Tensor) -> Place:
-        """(base, offset) of a copy of `values`."""
+        """Return (base, offset) of a copy of `values`."""
         base = int(self._rng.integers(_BASES))
         parts = self._parts[base]
         end = sum(part.numel() for part in parts)
@@ -44,7 +44,7 @@ class Arena:
         return base, offset
 
     def bases(self) -> list[Tensor]:
-        """New storages with their poison and guards."""
+        """Return new storages with their poison and guards."""
         end = torch.full((33,), self._guard, dtype=self.dtype)
         return [torch.cat([*parts, end]) for parts in self._parts]
 
@@ -114,7 +114,7 @@ class Bench:
         return base, offset - first
 
     def _pack(self, master: Tensor, span: Span) -> dict[str, int]:
-        """Room in the packed buffer: the amaxes of the whole master, as they are after the reduction."""
+        """Make room in the packed buffer for the amaxes of the whole master, as they are after the reduction."""
         x = round_nominal(master, self.nominal)
         if self.fmt.amax_policy is AmaxPolicy.NONE:
             return {}

@@ -133,7 +133,7 @@ class Pool:
         atexit.register(self._kill)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
-        """`function(*args)` on every rank; what it returned, by rank. Raises RanksFailed."""
+        """Run `function(*args)` on every rank. Return the results by rank. Raises RanksFailed."""
         message = pickle.dumps((function, args))
         if not self._workers:
             self._start()

@@ -12,7 +12,7 @@ from tests.apex.training import Case, Run
 
 
 def held(run: Run) -> dict[str, Any]:
-    """Everything that a step changes, as bytes."""
+    """Return everything that a step changes, as bytes."""
     found = {f"{name} {key}": casts.raw(value) for name, state in run.state().items() for key, value in state.items()}
     for name, parameter in run.probe.named_parameters():
         weight = run.weights.get(name)

@@ -13,7 +13,7 @@ Lists = Sequence[Sequence[Tensor]]  # masters, both moments, gradients, results:
 
 
 def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """f32; the product is exact in f64, the sum is rounded there first, which an FMA does not."""
+    """Return the f32 sum. The product is exact in f64, but the sum is rounded there first, which an FMA does not."""
     product = b.double() * (a.double() if isinstance(a, Tensor) else a)
     return (product + c.double()).float()
 

@@ -180,7 +180,7 @@ def test_refused_with_the_reason(host_ranks: Ranks, name: str) -> None:
 
 
 def other_states(only_on: int) -> tuple[list[str], list[str]]:
-    """States that do not fit, on one rank: what is said, and what they changed."""
+    """Load states that do not fit on one rank. Return the errors, and what they changed."""
     with host_on_cpu():
         run = Run(Case())
         run.step(0)
@@ -215,7 +215,7 @@ def cannot_cast(run: Run) -> None:
 
 
 def cannot_step(run: Run) -> None:
-    """Apex reads them just before its kernel."""
+    """Spoil the betas, which Apex reads just before its kernel."""
     for group in run.optimizer.param_groups:
         group["betas"] = None
 

@@ -73,7 +73,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Full masters, moments and delayed scaling by name, on the CPU."""
+        """Return full masters, moments and delayed scaling by name, on the CPU."""
         saved = self.optimizer.state_dict()
         return {name: saved["state"][key] for name, key in self.optimizer._keys(saved).items()}
 
@@ -98,7 +98,7 @@ class Run:
 
 
 def _groups(replicas: int) -> dict[str, Any]:
-    """Process groups of as many replicas of the masters; ranks of a shard group lie side by side."""
+    """Return process groups for this number of replicas of the masters. Ranks of a shard group are consecutive."""
     if replicas == 1:
         return {}
     size, rank = dist.get_world_size() // replicas, dist.get_rank()
@@ -119,7 +119,9 @@ def train(case: Case) -> list[str]:
 
 
 def traffic() -> tuple[int, list[int], list[int]]:
-    """All-reduces of one step, the bytes of each all-gather of quantized buckets, and those of the codes in each bucket."""
+    """Return the all-reduces of one step, the bytes of each all-gather of quantized buckets, and those of the
+    codes in each bucket.
+    """
     with host_on_cpu():
         run = Run(Case())
         run.probe.backward(0, run.rank)

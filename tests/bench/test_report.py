@@ -31,7 +31,7 @@ ADAM_FLOOR = 28 * 1024 / 2e6  # ms at 2 GB/s
 
 
 def at(ratio: float, by: str = "ours") -> Measurement:
-    """Adam on 1,024 elements in `ratio` times its floor."""
+    """Return a measurement of Adam on 1,024 elements in `ratio` times its floor."""
     return measured(ADAM_ROW, by, ratio * ADAM_FLOOR)
 
 

@@ -117,7 +117,7 @@ def errors(steps: int) -> list[dict[str, object]]:
 
 
 def losses(out: Path, seeds: list[int], steps: int) -> dict[str, dict[int, float]]:
-    """Validation losses by wire and seed; trains what is missing."""
+    """Return validation losses by wire and seed, and train what is missing."""
     found: dict[str, dict[int, float]] = {name: {} for name in WIRES}
     for seed in seeds:
         for name, wire in WIRES.items():

@@ -116,7 +116,7 @@ def distances(found: Losses, row: str, other: str) -> list[float]:
 
 
 def described(values: list[float]) -> str:
-    """Cells: each value, their mean, and what they vary by between seeds."""
+    """Return cells: each value, their mean, and their deviation between seeds."""
     if not values:
         return " | | "
     spread = f"{stdev(values):.4f}" if len(values) > 1 else ""
@@ -124,7 +124,7 @@ def described(values: list[float]) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: mean losses seed by seed and distances to FSDP2's bf16, and of FP8 gradients to nominal ones."""
+    """Yield Markdown: mean losses seed by seed and distances to FSDP2's bf16, and of FP8 gradients to nominal ones."""
     found = last(runs)
     yield from ("| row | loss, seed by seed | to bf16 | mean | between seeds |", "| --- | --- | --- | ---: | ---: |")
     for row, seeds in found.items():

@@ -41,14 +41,14 @@ CAST, PROFILED = "cast", 2
 
 
 def masters_on(side: str) -> AbstractContextManager[Any]:
-    """Inside, for "device", masters are built and attached as Megatron has them."""
+    """Build and attach masters like Megatron for "device" while the context is open."""
     if side == "host":
         return nullcontext()
     return mock.patch.multiple(offload, one_by_one=lambda build: build, keep_on_cpu=lambda *_: None)
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    """(DistributedDataParallel, optimizer), attached if asked for."""
+    """Return (DistributedDataParallel, optimizer), attached if asked for."""
     stored = bool(options.recipe) and not options.bf16_weights
     quantized = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_param": stored} if options.recipe else {}
     config = TransformerConfig(
@@ -166,7 +166,7 @@ class Step:
         return float(taken)
 
     def free_running(self, steps: int) -> float:
-        """Milliseconds a step where nothing waits between steps."""
+        """Return the milliseconds of a step if nothing waits between steps."""
         self.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -176,14 +176,14 @@ class Step:
         return (time.perf_counter() - start) * 1e3 / steps
 
     def waiting_cast(self) -> float:
-        """Milliseconds of a step's casts alone."""
+        """Return the milliseconds of a step's casts alone."""
         self._waits = True
         self.run()
         self._waits = False
         return self.cast_ms
 
     def profiled(self) -> dict[str, float]:
-        """Milliseconds a step of the kernels of the cast, and of all-gathers."""
+        """Return the milliseconds a step of the kernels of the cast, and of all-gathers."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(PROFILED):
                 self.run()
@@ -201,7 +201,9 @@ class Step:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Median step and cast in ms, GiB in use between steps and at most in one, profile and losses; four steps of warm-up."""
+    """Return the median step and cast in ms, GiB in use between steps and at the peak of one, profile and
+    losses, after four steps of warm-up.
+    """
     step, on_a_gpu = Step(options, device), device.type == "cuda"
     step.run()
     first = step.loss

@@ -42,21 +42,21 @@ UNEVEN = {"rows of 256": (100, 256), "rows of 264": (100, 264), "vector": (6145,
 
 
 def torchao_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit: blocks of 256 elements of a local shard whose size they divide."""
+    """Return torchao's AdamW8bit: blocks of 256 elements of a local shard whose size they divide."""
     from torchao.optim import AdamW8bit
 
     return AdamW8bit([parameter for _, parameter in named], lr=lr, **OPTIONS)
 
 
 def bitsandbytes_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW8bit: blocks of 256 elements of a local shard of 4,096 or more."""
+    """Return bitsandbytes' AdamW8bit: blocks of 256 elements of a local shard of 4,096 or more."""
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit([parameter for _, parameter in named], lr=lr, **OPTIONS)
 
 
 def flashoptim_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
-    """FlashOptim's AdamW: groups of 32 elements of a local shard, companded; bf16 parameters have 8 more bits."""
+    """Return FlashOptim's AdamW: groups of 32 elements of a local shard, companded; bf16 parameters have 8 more bits."""
     from flashoptim import FlashAdamW
 
     parameters = [parameter for _, parameter in named]

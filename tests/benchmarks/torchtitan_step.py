@@ -43,7 +43,7 @@ class Recorded:
         self.logs.append(metrics)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 def register(layers: int, vocabulary: int) -> None:

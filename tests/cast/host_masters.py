@@ -61,7 +61,9 @@ class EveryOther:
 
 @contextlib.contextmanager
 def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
-    """Inside, plans take every master for one on the host, or every other, cast in pieces of so many elements."""
+    """Let plans take all masters, or every other, for masters on the host while the context is open, in pieces
+    of `piece` elements.
+    """
     found, sides = Apart(), {"side_effect": EveryOther()} if mixed else {"return_value": True}
     with (
         mock.patch.object(partition, "is_on_cpu", **sides),
@@ -83,8 +85,8 @@ def cast_and_gather(
 
 
 def compare_with_the_device(cases: tuple[Weight, ...], piece: int) -> None:
-    """Buffers are those of masters on the device after three casts, of which the second is skipped; delayed scales and histories
-    among them.
+    """Check that buffers are those of masters on the device after three casts, of which the second is skipped.
+    Delayed scales and histories are among them.
     """
     pairs = [sharded.Sharded(cases, dist.get_rank()) for _ in range(2)]
     plans = [CastPlan(pairs[0].weights, pairs[0].masters, pairs[0].starts, backend=DEVICE)]

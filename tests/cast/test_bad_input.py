@@ -37,7 +37,7 @@ class Call:
         self.starts = [first] * len(formats)
 
     def shards(self) -> list[Any]:
-        """Good storage for the shards alone."""
+        """Return good storage for the shards alone."""
         sizes = [
             (m.numel() + 2) // (2 if w.format.name == "nvfp4" else 1)
             for w, m in zip(self.weights, self.masters, strict=True)
@@ -47,7 +47,7 @@ class Call:
 
 
 def put(name: str, index: int, change: Callable[[Any], Any]) -> Callable[[Call], None]:
-    """Spoil one element of a list of the call."""
+    """Return a change that spoils one element of a list of the call."""
 
     def spoil(call: Call) -> None:
         values = getattr(call, name)

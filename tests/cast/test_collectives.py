@@ -16,7 +16,7 @@ SHAPE = (64, 96)
 
 
 def cut(world: int, offset: int = 0) -> tuple[Cut, ...]:
-    """Near-even spans; an odd `offset` puts NVFP4 cuts in the middle of a byte."""
+    """Return near-even spans. An odd `offset` puts NVFP4 cuts in the middle of a byte."""
     numel = SHAPE[0] * SHAPE[1]
     inner = [numel * rank // world + offset for rank in range(1, world)]
     return tuple(zip([0, *inner], [*inner, numel], strict=True))

@@ -23,7 +23,7 @@ MOST_FILES = 12
 
 
 def plan_of(count: int, fmt: str) -> CastPlan:
-    """Weights in flat buffers, of which this process owns everything."""
+    """Return a plan of weights in flat buffers, of which this process owns everything."""
     weights = [QuantizedWeight.empty(SHAPE, fmt) for _ in range(count)]
     for name in BUFFERS:
         into_flat_buffer([weight for weight in weights if weight.state.buffers[name] is not None], name)

@@ -30,7 +30,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def master() -> Tensor:
-    """Numbers of very different size, zeros, and values that nothing but FP32 can hold."""
+    """Return numbers of very different size, zeros, and values that nothing but FP32 can hold."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(320, 96, generator=generator) * 10.0 ** torch.randint(-7, 3, (320, 1), generator=generator)
     x[5] = 0.0

@@ -82,7 +82,7 @@ def _take_signals() -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with this mark in their environment, zombies aside."""
+    """Return the processes that were started with this mark in their environment, except zombies."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -134,7 +134,7 @@ def pressed_once(path: Path) -> None:
 
 
 def pressed_for_nothing(path: Path) -> None:
-    """Something takes the interrupt for itself: a finaliser, or a library that makes another error of it."""
+    """Swallow the interrupt, like a finaliser, or a library that makes another error of it."""
     try:
         press()
     except KeyboardInterrupt:

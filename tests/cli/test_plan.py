@@ -186,8 +186,8 @@ TRANSIENT = ("columnwise copies", "buckets")
 
 
 def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Bytes that a model and its optimizer live on between steps, bytes of the tensors in the collectives of a step (sent to others
-    in an all-to-all), and their calls.
+    """Return the bytes that a model and its optimizer keep between steps, the bytes of the tensors in the
+    collectives of a step (sent to others in an all-to-all), and their calls.
     """
     gc.collect()
     before = settled_bytes(frozenset())
@@ -320,7 +320,7 @@ def test_quantized_gradients_halve_their_bytes(capsys, parallel):
 
 
 def chain(fmt: str) -> nn.Sequential:
-    """Layers with small activations and weights of several sizes, plain parameters between them."""
+    """Return layers with small activations and weights of several sizes, with plain parameters between them."""
     sizes = (256, 512, 128, 640, 256)
     parts = [(nn.Linear(k, n, bias=False), nn.LayerNorm(n)) for k, n in pairwise(sizes)]
     model = nn.Sequential(*(layer for part in parts for layer in part), nn.Linear(256, 1000)).bfloat16()
@@ -328,8 +328,9 @@ def chain(fmt: str) -> nn.Sequential:
 
 
 def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
-    """Bytes that gradients and buckets take at any moment of a backward pass, without the FP32 shard and, at stage 1, without
-    the gradients that stay."""
+    """Return the most bytes that gradients and buckets take in a backward pass, without the FP32 shard and, at
+    stage 1, without the gradients that stay.
+    """
     model = chain(fmt)
     reducer = ZeroAdamW(model.named_parameters(), stage=stage, config=config)._reducer
     levels: list[int] = []
@@ -393,7 +394,7 @@ def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
 
 
 def owned_by_fsdp() -> int:
-    """Elements of the shards of a model that torch's fully_shard has cut."""
+    """Return the number of elements of the shards that torch's fully_shard has cut."""
     model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 9, bias=False), nn.Linear(9, 1))
     for layer in model:
         fully_shard(layer)
@@ -439,7 +440,9 @@ def test_fsdp_gathers_codes_and_scales():
 
 
 def sent_by_fsdp(formats: tuple[str, ...], hidden: int, shape: tuple[int, ...] | None) -> dict[str, list[int]]:
-    """Bytes that a rank puts into each collective of a step: forward and backward pass, clipping and optimizer."""
+    """Return the bytes that a rank puts into each collective of a step: forward and backward pass, clipping
+    and optimizer.
+    """
     names = None if shape is None else ("replicas", "shards")
     model = models.sharded(Net(formats, 128, hidden), mesh=models.mesh(shape, names))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

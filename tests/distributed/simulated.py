@@ -120,7 +120,7 @@ class Simulated(Group):
 
 
 def simulate(size: int, run: Callable[[Simulated], Result]) -> tuple[list[Result | Exception], list[tuple[str, int]]]:
-    """(what each rank returned or raised, the collectives) of `run` on `size` ranks."""
+    """Return (what each rank returned or raised, the collectives) of `run` on `size` ranks."""
     exchange, found = Exchange(size), dict[int, Result | Exception]()
 
     def rank_runs(rank: int) -> None:

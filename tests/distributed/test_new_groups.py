@@ -58,7 +58,7 @@ def after_one_of_ours_is_destroyed() -> list[float]:
 
 
 def of_some_ranks() -> list[float]:
-    """Ranks 0 and 1 are in a group that rank 2 is not in, and ranks 1 and 2 make new ones."""
+    """Put ranks 0 and 1 in a group without rank 2, and let ranks 1 and 2 make new ones."""
     dist.new_group([0, 1])
     pair = dist.new_group([1, 2])
     return sums(Group.of(pair)) if dist.get_rank() else [3.0]

@@ -23,7 +23,7 @@ WORLDS = (2, 3, 4, MANY)
 
 @functools.cache
 def weight(fmt: str, rows: int = 32, columns: int = 32) -> QuantizedWeight:
-    """Ranks share one object: nothing here writes it."""
+    """Return a weight that all ranks share, since nothing here writes it."""
     return QuantizedWeight.empty((rows, columns), fmt)
 
 

@@ -20,7 +20,7 @@ NUMBER_OF_RANKS = ("--nproc-per-node", "--nproc_per_node")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command line) of every indented or fenced block."""
+    """Return (page, command line) of every indented or fenced block."""
     found = markdown_files()
     return [(str(path.relative_to(ROOT)), line) for path in found for line in _commands_of(path.read_text())]
 

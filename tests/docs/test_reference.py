@@ -16,7 +16,7 @@ ELSEWHERE = {f"zerocast.{name}": f"zerocast.optim.{name}" for name in ("ZeroAdam
 
 
 def public_names(package: str) -> list[str]:
-    """`__all__`, without importing a host; each of them, where a package has another for another shape of its host."""
+    """Return `__all__` without importing a host, all of them if a package has one for each shape of its host."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
     names = [
         ast.literal_eval(node.value)

@@ -25,7 +25,7 @@ def template(node: ast.AST) -> str:
 
 
 def plain(text: str) -> str:
-    """Formats of the logging module are gaps too; code marks inside a message cannot be quoted."""
+    """Put gaps for the formats of logging too, and drop code marks, which cannot be quoted inside a message."""
     return re.sub(r"%[sdr]", GAP, text).replace("`", "")
 
 

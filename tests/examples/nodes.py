@@ -44,7 +44,7 @@ class Nodes:
         time.sleep(1)
 
     def start_agent(self, node: int, ranks: int, arguments: list[str]) -> None:
-        """torchrun on a node, for the first time or again; its console is in the folder."""
+        """Start torchrun on a node, for the first time or again. Its console is in the folder."""
         command = [*self.prefix[node], sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"]
         command += [f"--nproc-per-node={ranks}", "--max-restarts=3", "--monitor-interval=0.3", "--rdzv-backend=c10d"]
         command += [f"--rdzv-endpoint={self.address[0]}:{self._port}", "--rdzv-id=run", f"--rdzv-conf={RENDEZVOUS}"]

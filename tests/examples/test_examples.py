@@ -226,7 +226,7 @@ def test_a_rank_that_stood_still_does_not_write_into_the_log_that_goes_on(tmp_pa
 
 
 def on_this_rank(arguments: list[str]) -> None:
-    """train.py on a rank of the pool, as torchrun would start it."""
+    """Run train.py on a rank of the pool, like torchrun."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(World, "join", return_value=world), mock.patch.object(World, "leave"):
         train.main(tyro.cli(TrainConfig, args=arguments))

@@ -18,7 +18,7 @@ WITHOUT = Path("without vLLM")
 
 
 def both(config: RolloutConfig) -> list[trainer.Step]:
-    """Trainer and generator as the two ranks of a case."""
+    """Run trainer and generator as the two ranks of a case."""
     if dist.get_rank() == generator.GENERATOR:
         generator.run(config)
         return []

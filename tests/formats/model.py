@@ -41,7 +41,7 @@ MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 def encode(element: str, x: F32) -> U8:
-    """Nearest value, ties to the even code, saturating; sign kept, NaN to the NaN code (section 1.0).
+    """Encode to the nearest value, ties to the even code, saturating; sign kept, NaN to the NaN code (section 1.0).
 
     INT4 is encoded with a sign bit as well, and stored as `OFFSET_BY_8` says.
     """
@@ -68,7 +68,7 @@ def steps(element: str) -> NDArray[np.uint32]:
 
 
 def encode_patterns(element: str, first: int, last: int) -> U8:
-    """Codes of the f32 values whose bit patterns are `first` to `last`, within one half of the patterns."""
+    """Return the codes of the f32 values whose bit patterns are `first` to `last`, within one half of the patterns."""
     sign, nan = SIGN_AND_NAN[element]
     negative = first >> 31
     edges = np.append(steps(element), np.uint32(0x7F800001)).astype(np.int64) + (negative << 31)
@@ -86,7 +86,7 @@ def to_16_bits(x: F32, nominal: str) -> NDArray[np.uint16]:
 
 
 def round_nominal(x: F32, nominal: str) -> F32:
-    """RNE to the nominal dtype, widened again (1.0.1)."""
+    """Round to the nominal dtype, nearest even, and widen again (1.0.1)."""
     if nominal == "float32":
         return x
     if nominal == "float16":
@@ -98,7 +98,7 @@ def round_nominal(x: F32, nominal: str) -> F32:
 
 
 def block_amax(x: F32, block: Block) -> F32:
-    """max |x| of each block, NaN ignored (1.0.2)."""
+    """Return max |x| of each block, NaN ignored (1.0.2)."""
     magnitude = np.where(np.isnan(x), 0, np.abs(x))
     rows = range(0, x.shape[0], block[0])
     columns = range(0, x.shape[1], block[1])
@@ -113,7 +113,7 @@ def spread(grid: F32, block: Block, shape: tuple[int, int]) -> F32:
 
 
 def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
-    """scale_from_amax of docs/formats, in FP32 arithmetic."""
+    """Return scale_from_amax of docs/formats, in FP32 arithmetic."""
     a = np.where(amax < np.float32(eps), np.float32(eps), amax)
     with np.errstate(divide="ignore", over="ignore"):
         s = np.minimum(np.float32(fp8_max) / a, FLT_MAX)
@@ -123,7 +123,7 @@ def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
 
 
 def e8m0(amax: F32, inverse: int = 0x3B124925) -> U8:
-    """`e8m0_roundup(amax * fp32(1/448))` of section 1.5, as the exponent of the next power of two."""
+    """Return `e8m0_roundup(amax * fp32(1/448))` of section 1.5, as the exponent of the next power of two."""
     t = amax * np.array(inverse, np.uint32).view(np.float32)
     mantissa, exponent = np.frexp(t.astype(np.float64))
     code = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) + 127, 0, 254)
@@ -131,7 +131,7 @@ def e8m0(amax: F32, inverse: int = 0x3B124925) -> U8:
 
 
 def bf16_scale(amax: F32) -> F32:
-    """`amax / 7` as a bf16 number, at most the largest one."""
+    """Return `amax / 7` as a bf16 number, at most the largest one."""
     seventh, largest = np.array([0x3E124925, 0x7F7F0000], np.uint32).view(np.float32)
     return np.minimum(round_nominal(amax * seventh, "bfloat16"), largest)
 
@@ -171,7 +171,7 @@ def nvfp4_scales(blocks: F32, g: np.float32, exact: bool = False) -> tuple[U8, F
 
 
 def padded(grid: NDArray[Any], shape: tuple[int, int], padding: float) -> NDArray[Any]:
-    """`grid` in the corner of a buffer of padding."""
+    """Return `grid` in the corner of a buffer of padding."""
     full = np.full(shape, padding, grid.dtype)
     full[: grid.shape[0], : grid.shape[1]] = grid
     return full
@@ -227,7 +227,9 @@ class Cast:
         return {**heights, "nvfp4": 16}.get(self.name, 1)
 
     def of(self, master: F32) -> Buffers:
-        """Experts `[E, M, K]` are the matrix `[E*M, K]`, or E matrices one after another where blocks would span two."""
+        """Cast a master. Experts `[E, M, K]` are the matrix `[E*M, K]`, or E matrices in order where blocks
+        would span two.
+        """
         if master.ndim > 2 and master.shape[1] % self.height:
             experts = [self.of(expert) for expert in master]
             return {name: np.concatenate([buffers[name] for buffers in experts]) for name in experts[0]}

@@ -94,8 +94,9 @@ def test_block(backend_anywhere: str, pow2: bool) -> None:
 
 
 def incumbent_exponents(amax: torch.Tensor) -> torch.Tensor:
-    """Biased exponents as the reference in TransformerEngine's test of its 2-D MXFP8 quantization computes them: the amax is
-    divided by 448, the exponent rounded up unless it is the last or the quotient is at most half the smallest normal number.
+    """Return biased exponents as the reference in TransformerEngine's test of its 2-D MXFP8 quantization
+    computes them: the amax is divided by 448, the exponent rounded up unless it is the last or the quotient
+    is at most half the smallest normal number.
     """
     quotient = (amax / 448.0).contiguous().view(torch.int32)
     exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF

@@ -136,7 +136,7 @@ def sharded(
     keep_codes: bool | None = False,
     **options: Any,
 ) -> Any:
-    """`model` prepared, with these options, and sharded by block and as a whole, in bf16 if nothing else is asked for.
+    """Prepare `model` with these options and shard it by block and as a whole, in bf16 unless asked otherwise.
 
     By default its codes are cast at each gather, few as they are.
     """
@@ -157,7 +157,7 @@ def largest(parameter: Tensor) -> Shard:
 
 
 def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tensor:
-    """Inputs of a step, other ones on every rank."""
+    """Return the inputs of a step, different on every rank."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(place())
 
@@ -169,7 +169,7 @@ def forward(model: Any, step: int = 0, width: int = 64) -> None:
 
 
 def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None = None) -> None:
-    """Steps on the inputs of their numbers, and of this rank unless another is given."""
+    """Train on the inputs of these steps, and of this rank unless another is given."""
     for step in steps:
         model(batch(step, width, rank)).float().square().mean().backward()
         optimizer.step()
@@ -242,7 +242,7 @@ def complaints(model: nn.Module, what: str) -> list[str]:
 
 
 def check(model: nn.Module, what: str) -> None:
-    """Gathered bytes are the unsharded cast of the gathered masters."""
+    """Check that gathered bytes are the unsharded cast of the gathered masters."""
     found = complaints(model, what)
     assert not found, found
 

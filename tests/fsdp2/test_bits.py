@@ -67,7 +67,7 @@ def test_reshard_and_dtype(reshard: bool, dtype: torch.dtype | None) -> None:
 
 
 def on_mesh(shape: tuple[int, int]) -> None:
-    """Hybrid sharding: replicas by shards."""
+    """Train with hybrid sharding, replicas by shards."""
     trained(SOME, 64, 96, {"mesh": models.mesh(shape, ("replicate", "shard"))})
 
 
@@ -109,7 +109,7 @@ def gradients(make: type[nn.Module], reshard: bool, micro_batches: int) -> None:
 
 
 def from_meta() -> None:
-    """Initialised after sharding, each rank its own rows."""
+    """Initialise after sharding, each rank its own rows."""
     with torch.device("meta"):
         model = Net(SOME, 64, 96)
     model = models.sharded(model)

@@ -87,7 +87,7 @@ def compared(
     formats: tuple[str, ...] = FORMATS,
     moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
 ) -> list[str]:
-    """Differences of a captured run to an ordinary one, and of its bytes to its masters."""
+    """Return how a captured run differs from an ordinary one, and its bytes from its masters."""
     ordinary, captured = (Trainee(captured, formats, keep_codes, moment_dtype) for captured in (False, True))
     found, addresses = [], set()
     for number in range(6):
@@ -155,7 +155,9 @@ OF_ONE_RANK = (other_moments, *OF_GRADIENTS)
 
 
 def after_changes(changes: tuple[Callable[[Trainee], None], ...] = CHANGES, culprits: Any = None) -> list[Any]:
-    """Differences of a captured run to an ordinary one after each change, on these ranks or all, and the number of graphs."""
+    """Return how a captured run differs from an ordinary one after each change on these ranks, and the number
+    of graphs.
+    """
     found: list[Any] = []
     for change in changes:
         ordinary, captured = (

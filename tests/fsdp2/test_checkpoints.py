@@ -80,7 +80,7 @@ def saved(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
 
 
 def loaded(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
-    """Loaded into a model that had another life; its contents."""
+    """Load into a model that has trained. Return its contents."""
     model, optimizer = build(where, formats)
     models.train(model, optimizer, range(7, 8), WIDTH)
     load(model, optimizer, path)

@@ -34,7 +34,7 @@ def build(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> An
 
 
 def losses(how: str, backend: str, reshard: bool) -> tuple[list[float], dict[str, str]]:
-    """Losses of three steps and digests of the masters after them."""
+    """Return the losses of three steps and digests of the masters after them."""
     model = build(how, backend, ("nvfp4", "mxfp8"), reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []

@@ -32,7 +32,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def network() -> nn.Sequential:
-    """Rows that ranks do not divide, and parts that are no multiples of 128 or of 16."""
+    """Return a network with rows that ranks do not divide, and parts that are no multiples of 128 or of 16."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 5, bias=False)).to(place())
 
@@ -207,7 +207,7 @@ def test_bits_of_a_launch(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: 
 
 
 def copies(gradients: list[Tensor], ranks: int, out: Tensor) -> None:
-    """`lay_out` of the backend `cuda` by copies."""
+    """Stand in for `lay_out` of the backend `cuda` by copies."""
     of_ranks = [torch.cat([gradient.view(ranks, -1)[rank] for gradient in gradients]) for rank in range(ranks)]
     out.copy_(torch.stack(of_ranks))
 

@@ -67,8 +67,9 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 def calls_of_zerocast(work: Callable[[], object]) -> Counter[str]:
-    """Calls of Python functions of the package zerocast by file. Python 3.11 counts comprehensions, too, and generators at
-    each step."""
+    """Count the calls of Python functions of the package zerocast by file. Python 3.11 counts comprehensions,
+    too, and generators at each step.
+    """
     by_file: Counter[str] = Counter()
     package = str(Path(zerocast.__file__).parent)
 

@@ -88,7 +88,7 @@ def breaking_backward(module: nn.Module) -> Iterator[None]:
 
 
 def gathered_by_hand(model: Any) -> None:
-    """Gathers are issued and nobody waits for their handles."""
+    """Issue gathers without waiting for their handles."""
     for block in model.blocks:
         block.unshard(async_op=True)
 
@@ -118,7 +118,7 @@ def broken_forward(model: Any) -> None:
 
 
 def averaged(model: Any) -> None:
-    """Weights are exchanged for others, evaluated, and put back."""
+    """Exchange the weights for others, evaluate, and put them back."""
     masters = [parameter.detach() for parameter in models.held(model)]
     kept = [master.clone() for master in masters]
     for master in masters:
@@ -164,7 +164,9 @@ DETOURS: dict[str, Callable[[Any], None]] = {
 
 
 def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -> tuple[list[str], dict[str, str]]:
-    """Complaints after steps with a detour before each and one between gradients and step; what was learnt."""
+    """Train with a detour before each step and one between gradients and step. Return the complaints and what
+    was learnt.
+    """
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
@@ -188,7 +190,7 @@ def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -
 
 
 def changes(reshard: bool, names: tuple[str, ...]) -> list[str]:
-    """Complaints of loops with these detours, and the masters that they changed."""
+    """Return the complaints of loops with these detours, and the masters that they changed."""
     found, straight = trained(reshard)
     for name in names:
         complaints, learnt = trained(reshard, DETOURS[name])

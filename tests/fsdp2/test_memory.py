@@ -30,7 +30,7 @@ CODES = {"nvfp4": 0.5, "fp8_current": 1.0, "mxfp8": 2.0, DELAYED: 1.0}  # where 
 
 
 def settled_bytes() -> int:
-    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases are gone."""
+    """Return the live bytes once gloo's threads have freed what they sent, and models of earlier cases are gone."""
     dist.barrier()
     time.sleep(0.2)
     while gc.collect():  # what one collection frees may hold the last reference to a tensor's cycle

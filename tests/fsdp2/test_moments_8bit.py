@@ -36,7 +36,7 @@ def fused(model: nn.Module, **options: Any) -> FusedAdamW:
 
 
 def train(model: nn.Module, optimizer: FusedAdamW, steps: range) -> dict[str, str]:
-    """Steps by given gradients, and the digests of masters and moments after them."""
+    """Step by given gradients. Return the digests of masters and moments."""
     for step in steps:
         put_gradients(model, step)
         optimizer.step()

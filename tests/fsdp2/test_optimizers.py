@@ -69,7 +69,7 @@ def modes(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def stepped(
     name: str, options: dict[str, Any], backend: str, *, prepare: bool
 ) -> tuple[dict[str, Tensor], str, list[str]]:
-    """Parameters after three steps on given gradients; what was raised; complaints.
+    """Return the parameters after three steps on given gradients, the error and the complaints.
 
     The second half of them learns at another rate, all at half of theirs in the last step; some
     have no gradient in the second one. Steps are compiled where a `backend` for that is named.
@@ -190,7 +190,7 @@ def net() -> nn.Sequential:
 
 
 def split(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """(what Muon updates, what AdamW does) by name."""
+    """Return (what Muon updates, what AdamW does) by name."""
     named = list(model.named_parameters())
     return [(n, p) for n, p in named if p.dim() == 2], [(n, p) for n, p in named if p.dim() != 2]
 

@@ -25,7 +25,7 @@ class Presenting(Presentation):
             raise ValueError(f"no {fmt} here")
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """Takes down who holds it."""
+        """Record the owner of the weight."""
         self.calls.append((type(module).__name__, name))
 
     def show(self, weight: QuantizedWeight) -> Tensor:
@@ -34,7 +34,7 @@ class Presenting(Presentation):
         return weight
 
     def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
-        """Takes down that the parameter reads the gathered buffers."""
+        """Record that the parameter reads the gathered buffers."""
         same = isinstance(shown, QuantizedWeight) and shown.rowwise_data.data_ptr() == weight.rowwise_data.data_ptr()
         self.calls.append(("refill", same, isinstance(shown, nn.Parameter)))
 

@@ -18,7 +18,7 @@ from tests.workers import error_of, on_ranks
 
 
 def columns(parameter: Tensor) -> Shard | None:
-    """Columns of matrices, elements of vectors."""
+    """Shard the columns of matrices and the elements of vectors."""
     return Shard(1) if parameter.dim() > 1 else None
 
 

@@ -24,7 +24,7 @@ MIXED = {"blocks.0.*.weight": "fp8_current", "blocks.1.attn.*": "nvfp4", "blocks
 
 
 def text(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:
-    """Bytes of a noisy periodic text, of two bits a byte at least, and the bytes that follow."""
+    """Return bytes of a noisy periodic text, of two bits a byte at least, and the bytes that follow."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start = torch.randint(0, 61, (rows, 1), generator=generator)
     stride = torch.randint(1, 4, (rows, 1), generator=generator)
@@ -53,7 +53,7 @@ def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> A
 
 
 def check(formats: dict[str, str], replicas: int, fused: bool, frozen: str, width: int = WIDE) -> None:
-    """Slices are theirs of the unsharded cast at each of three steps, says verify, and what learns has moved."""
+    """Verify the slices at each of three steps, and check that exactly the parameters that learn have moved."""
     model = sliced(formats, replicas, frozen, width)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = (zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW)(learning, lr=1e-2)

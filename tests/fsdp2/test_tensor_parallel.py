@@ -48,7 +48,7 @@ def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int 
 
 
 def slices(fmt: str, hidden: int, replicas: int = 1) -> Tensor:
-    """Gathered slices are right at the start and after a step; what the model makes of an input."""
+    """Check the gathered slices at the start and after a step. Return the output of the model."""
     model = parallel(fmt, hidden=hidden, replicas=replicas)
     x = models.batch(0, WIDTH, rank=0)
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Parts(nn.Module):
 
 
 def attention() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Torch's, which has a path of one operator for inference."""
+    """Return torch's attention, which has a path of one operator for inference."""
     x = torch.ones(2, 4, 8)
     return nn.MultiheadAttention(8, 2, batch_first=True), (x, x, x)
 

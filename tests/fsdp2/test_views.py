@@ -278,7 +278,7 @@ def test_views_written_on_all_ranks_are_cast(reshard: bool) -> None:
 
 
 def written_later() -> None:
-    """Writes through views that were taken at other times."""
+    """Write through views that were taken at other times."""
     model = Net(FEW, 64, 96)
     of_the_whole = model.blocks[0][1].weight.detach()[0]
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))

@@ -58,7 +58,7 @@ class CopyFromDevice(LateCopy):
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
-    """Headers take the way of a GPU's; gives the waits for them."""
+    """Send headers the way of a GPU's, and yield the waits for them."""
     Event.now, Event.waits = 0, []
     late = mock.patch.object(GatherStatus, "reads_late", staticmethod(lambda headers: True))
     with late, mock.patch.object(gather_status, "LateCopy", CopyFromDevice):

@@ -25,7 +25,7 @@ PER_ELEMENT = {
 
 
 def gathered_bytes(fmt: str) -> float:
-    """Bytes an element that the shards of one large weight put into its gather."""
+    """Return the bytes an element that the shards of one large weight put into its gather."""
     weight = nn.Linear(1024, 1024, bias=False, device=models.place())
     zerocast.fsdp2.prepare(weight, zerocast.Recipe({"weight": fmt}))
     fully_shard(weight, mesh=models.mesh(), mp_policy=models.BF16)

@@ -65,7 +65,7 @@ def test_weights(seconds: float) -> None:
 
 
 def optimizers(drawn: dict[str, Any]) -> None:
-    """Options of every kind; what is taken makes a step, and what was refused leaves the parameters usable."""
+    """Try options of every kind. An optimizer that takes them makes a step, and a refusal leaves the parameters usable."""
     drawn = dict(drawn)
     model = nn.Sequential(nn.Linear(16, 32, bias=drawn.pop("bias")), nn.Linear(32, 16))
     recipe, config = drawn.pop("recipe"), drawn.pop("config")

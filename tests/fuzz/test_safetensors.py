@@ -58,7 +58,7 @@ def convert(path: Path) -> None:
 
 
 def decode(path: Path) -> None:
-    """Stored codes of the file: values of their shape, or an error that names the weight."""
+    """Decode the stored codes of a file to values of their shape, or to an error that names the weight."""
     for name, value in dequantized(stored(path)):
         assert value.dim() != 2 or math.prod(value.shape) == value.numel(), name
         value.sum()

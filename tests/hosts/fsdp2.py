@@ -113,7 +113,7 @@ class Prepared(HostUnderTest):
         return self._checkpoints.load(self._state)
 
     def everything(self) -> casts.Bytes:
-        """Whole tensors of the state, and gathered bytes."""
+        """Return the whole tensors of the state, and the gathered bytes."""
         found = {name: casts.raw(value).copy() for name, value in self._leaves().items()}
         for name, weight in models.unsharded(self._model):
             found |= {f"{name} {key}": value for key, value in models.bytes_of(weight).items()}
@@ -136,7 +136,7 @@ class Prepared(HostUnderTest):
         return leaves
 
     def guarded(self) -> Calls:
-        """Model, optimizer and state; of torch's optimizer nothing is ours."""
+        """Return the calls of the model, the optimizer and the state. A state of torch's own optimizer is torch's."""
         calls: Calls = {
             "state_dict": self._state.state_dict,
             "step": self._optimizer.step,
@@ -154,7 +154,7 @@ class Prepared(HostUnderTest):
         return calls
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Gathered copies, which a forward pass leaves."""
+        """Return the gathered copies, which a forward pass leaves."""
         self._forward()
         named = dict(self._model.named_parameters())
         quantized = [name for name, parameter in named.items() if isinstance(parameter, zerocast.QuantizedWeight)]

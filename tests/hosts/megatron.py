@@ -117,7 +117,7 @@ class Megatron(HostUnderTest):
         return {"refresh": self.attachment.refresh}
 
     def mend(self) -> str:
-        """Gathers and casts can be made again."""
+        """Refresh if the complaint asks for it, since gathers and casts can be made again."""
         if "attachment.refresh()" in self.complaint():
             self.attachment.refresh()
             return "refresh"
@@ -159,7 +159,7 @@ class Megatron(HostUnderTest):
         return self.run.ddp.module.sharded_state_dict(metadata=METADATA)
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Plain parameters are live bytes, too."""
+        """Return the buffers of all parameters, plain ones too."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, param in self.run.ddp.named_parameters():
             held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}

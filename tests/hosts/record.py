@@ -106,7 +106,9 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    """None outside of a repository, and for files that differ from it. A machine with files alone is told by ZEROCAST_COMMIT."""
+    """Return the commit, or None outside of a repository and for files that differ from it. ZEROCAST_COMMIT
+    tells it to a machine with files alone.
+    """
     if "ZEROCAST_COMMIT" in os.environ:
         return os.environ["ZEROCAST_COMMIT"]
     line = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -93,7 +93,7 @@ CUT_GROUPS = tuple(Place("zerocast.optim.moments_8bit:CutGroups", "reduce", when
 
 
 def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-    """Strikes while the collective runs; a synchronous one is made asynchronous for that."""
+    """Strike while the collective runs. A synchronous one is made asynchronous for that."""
     if original.__name__ == "all_reduce_max":
         group, tensor = args[:2]
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.handle, async_op=True)
@@ -227,7 +227,9 @@ def processes(target: Callable[..., None], world: int, *arguments: Any) -> Itera
 
 
 def check(folder: Path, host: str, variant: str, place: Place, fault: str, world: int) -> list[str]:
-    """Whoever is not stopped raises in time, and nobody goes on; returns what was raised, by rank, without the killed one."""
+    """Check that ranks that are not stopped raise in time, and that none goes on. Return the errors by rank,
+    without the killed one.
+    """
     outcomes = [folder / f"outcome_{rank}" for rank in range(world)]
     survivors = [path for rank, path in enumerate(outcomes) if rank != VICTIM or fault == "out of memory"]
     with processes(_live, world, str(folder), host, variant, place, fault) as started:

@@ -27,7 +27,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
-    """Markdown, and a line of what it was recorded with."""
+    """Return the Markdown table, and a line of what it was recorded with."""
     runs = list(runs)
     cells: dict[tuple[int, str], dict[str, dict[str, set[int]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(set))
@@ -53,7 +53,7 @@ def _cell(by_device: dict[str, set[int]]) -> str:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """{1, 2, 3, 5} is written 1-3, 5."""
+    """Write {1, 2, 3, 5} as 1-3, 5."""
     places = count()
     runs = [list(run) for _, run in groupby(sorted(numbers), key=lambda number: number - next(places))]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -49,7 +49,7 @@ def saved(host: str, variant: str, folder: str) -> dict[str, Tensor]:
 
 
 def loaded(host: str, variant: str, folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Loaded into a run that had another life, and what verify says of its bytes then and a step later."""
+    """Load into a run that has trained. Return its state, and what verify says of its bytes then and a step later."""
     with find(host).inside(variant):
         run = find(host)(folder, variant)
         run.step(7)

@@ -44,7 +44,7 @@ class Repeated:
         return operators.places
 
     def attempt(self, where: str, memory: OutOfMemory, wrong: list[str]) -> str:
-        """Memory runs out in a phase; then whatever must be: "nothing", "again", or what the error says."""
+        """Run out of memory in a phase, then recover. Return "nothing", "again", or what the error says to call."""
         run, calls = self.run, self.calls()
         names = [name for name in calls if name not in run.refreshes() or name == where]
         outcome, before = "nothing", run.everything()
@@ -66,7 +66,7 @@ class Repeated:
         return outcome
 
     def _mend(self, where: str, before: casts.Bytes, wrong: list[str]) -> str:
-        """Whatever must be before the phase is taken again; a load forgets gradients by itself."""
+        """Do what must come before the phase is repeated. A load drops gradients by itself."""
         if self.run.complaint():
             wrong += went_on(self.run)
             return self.run.mend()
@@ -117,7 +117,7 @@ def at_operators(
 
 
 def phases(slow: bool) -> list[Any]:
-    """Host, variant and phase: of every run are those of each host's first variant, unless all are slow."""
+    """Return host, variant and phase. Only those of each host's first variant are not slow, and none if `slow`."""
     found = []
     for host in HOSTS:
         for index, variant in enumerate(find(host).VARIANTS):

@@ -86,7 +86,9 @@ def die() -> NoReturn:
 
 
 def before_collectives() -> list[Any]:
-    """Hosts, and places before each collective of their steps; None: nobody dies, so that the error is that of the death."""
+    """Return hosts with places before each collective of their steps. With None no rank
+    dies, and none may raise.
+    """
     found = []
     for host in HOSTS:
         steps = [p for p in find(host).PLACES if p.when == "before" and "checkpoint" not in p.owner]

@@ -107,7 +107,7 @@ class HostUnderTest(abc.ABC):
     loadable: Any = None  # has the state dict of a run, with the masters as "model"
 
     def states_that_do_not_fit(self) -> Calls:
-        """Loads that are refused, with nothing changed: of a state that lacks a name, or has another shape."""
+        """Return loads of a state that lacks a name or has another shape, which are refused with nothing changed."""
         state, name = self.loadable.state_dict(), self.NAMES["quantized"]
         fewer = {key: value for key, value in state["model"].items() if key != name}
         other = {**state["model"], name: torch.zeros(3)}
@@ -235,7 +235,7 @@ def param(host: str, *values: Any, slow: bool = False) -> Any:
 
 
 def variants(*quick: str) -> list[Any]:
-    """(host, variant) of all hosts; of the slow tests are those that are not the first ones of their hosts, nor named."""
+    """Return (host, variant) of all hosts. Variants that are neither the first of their host nor named are slow."""
     return [
         param(host, variant, slow=index > 0 and f"{host} {variant}" not in quick)
         for host in HOSTS
@@ -250,7 +250,7 @@ def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
 
 
 def gathered(pieces: Mapping[str, list[tuple[Any, Tensor]]], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Whole tensors of the pieces (where, values) that all ranks hold."""
+    """Return the whole tensors of the pieces (where, values) that all ranks hold."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
     whole = {name: torch.full(tuple(shape), torch.nan) for name, shape in shapes.items()}

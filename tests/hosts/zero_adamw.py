@@ -49,7 +49,7 @@ FROZEN = ("frozen", "frozen_norm")
 
 
 def all_kinds(fmt: str) -> tuple[Spec, ...]:
-    """Small parameters of all kinds, the first one in this format."""
+    """Return small parameters of all kinds, the first one in this format."""
     return (
         Spec("nv", (48, 32), fmt),
         Spec("delayed", (32, 32), "fp8_delayed:amax_history_len=3"),
@@ -95,7 +95,7 @@ class Zero(HostUnderTest):
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
-        """Reads have something to do where gathers overlap."""
+        """Add reads where gathers overlap."""
         found = {"backward": {"again"}, "step": {"again", "load"}, "load": {"again", "load"}}
         return {**found, "read": {"again"}} if variant == "overlap" else found
 

@@ -16,7 +16,7 @@ Buffers = dict[str, NDArray[Any]]
 
 
 def buffers_of(weight: QuantizedWeight) -> Buffers:
-    """Copies of the rowwise bytes, with their shapes; numpy has words for bf16."""
+    """Return copies of the rowwise bytes with their shapes. numpy gets words for bf16."""
     held = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
     words = {
         name: t.view(torch.uint16) if t is not None and t.dtype is torch.bfloat16 else t for name, t in held.items()

@@ -22,7 +22,7 @@ Found = dict[str, numpy_counts.Buffers]
 
 
 def buffers(model: Any) -> tuple[dict[str, Any], Found]:
-    """Whole masters by name, and what the unsharded cast makes of them by the scales of the last cast."""
+    """Return whole masters by name, and their unsharded cast by the scales of the last cast."""
     masters, found = {}, {}
     for name, (parameter, owner) in models.masters(model).items():
         masters[name] = parameter.full_tensor().detach().numpy().copy()
@@ -33,7 +33,7 @@ def buffers(model: Any) -> tuple[dict[str, Any], Found]:
 
 
 def check(model: Any, sample: Sample, before: Found) -> None:
-    """Counts are those of plain numpy."""
+    """Check that the counts are those of plain numpy."""
     masters, now = buffers(model)
     assert set(sample.weights) == set(masters)
     for name, (_, owner) in models.masters(model).items():

@@ -68,7 +68,7 @@ Host = Callable[[Stack, str], Optimizer]
 
 
 def fsdp2(*shape: int) -> Host:
-    """Sharded by block, with replicas if `shape` has two numbers."""
+    """Shard by block, with replicas if `shape` has two numbers."""
 
     def host(model: Stack, fmt: str) -> Optimizer:
         if fmt != BF16:
@@ -81,7 +81,7 @@ def fsdp2(*shape: int) -> Host:
 
 
 def slices(model: Stack, fmt: str) -> Optimizer:
-    """Tensor parallelism over both ranks, by FSDP2 over one."""
+    """Shard by tensor parallelism over both ranks, and by FSDP2 over one."""
     mesh = models.mesh((1, 2), ("dp", "tp"))
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:

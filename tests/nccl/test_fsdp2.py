@@ -177,7 +177,9 @@ Found = tuple[list[float], dict[str, tuple[str, str]], set[str]]
 
 
 def on_tensor_cores(formats: tuple[str, ...], how: str, setting: str = "") -> Found:
-    """Losses of three steps, what the report says of the gathered weights, and which operators computed products."""
+    """Return the losses of three steps, what the report says of the gathered weights, and the operators that
+    computed products.
+    """
     torch._dynamo.reset()
     model = (test_bits.Checkpointed if setting == "checkpointed" else models.Net)(formats, 256, 512)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
@@ -198,7 +200,7 @@ def slices_on_tensor_cores(fmt: str, how: str) -> Found:
 
 
 def products_of(model: Any, function: Any, inputs: list[torch.Tensor]) -> Found:
-    """Losses, reported paths by format, and operators, of steps on these inputs."""
+    """Return the losses, reported paths by format, and operators, of steps on these inputs."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for x in inputs:
@@ -224,7 +226,7 @@ def hopper() -> None:
 
 
 def assert_products(runs: list[list[Found]], formats: tuple[str, ...], compiled: set[str]) -> None:
-    """Runs agree with the first one, which is eager; all multiply on tensor cores and report it."""
+    """Check that runs agree with the first one, which is eager, and that all multiply on tensor cores and report it."""
     expected = {fmt.split(":")[0]: (PATHS[fmt], "") for fmt in formats}
     for run in runs:
         for (losses, rows, operators), (eager, *_) in zip(run, runs[0], strict=True):
@@ -269,7 +271,7 @@ def test_a_fallback_names_its_layer_once(gpu_ranks, hopper):
 
 
 def overlap() -> float:
-    """Microseconds in which a kernel of NCCL's all-gather ran beside another one, over three steps.
+    """Return the microseconds in which a kernel of NCCL's all-gather ran beside another one, over three steps.
 
     So many rows that the devices are the slower ones: where the hosts are, the slower of them issues each gather to an idle device.
     """

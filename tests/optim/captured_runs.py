@@ -67,7 +67,7 @@ class Trainee(Trainer):
         return kind(CapturableZeroStep(o._parts, o._prepare, o._finish, limit))
 
     def backward(self, step: int) -> None:
-        """Fresh gradients; an infinite one on rank 0 where the step is to be skipped."""
+        """Make new gradients, with an infinite one on rank 0 in the step to be skipped."""
         super().backward(step)
         if step == SKIPPED and self.rank == 0:
             self.probe.get_parameter("nv").grad[0, 0] = torch.inf
@@ -85,7 +85,9 @@ class Trainee(Trainer):
         return norm
 
     def held(self) -> casts.Bytes:
-        """Everything that a step changes, columnwise copies too, which must be of the last cast where they are kept."""
+        """Return everything that a step changes, columnwise copies too, which must be of the last cast where
+        they are kept.
+        """
         quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
         kept = [p for p in quantized if self.run.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
         assert all(p.state.columnwise_is_fresh() for p in kept)

@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
 
 
 def saved(folder: str, steps: range = range(1, 3)) -> None:
-    """Checkpoints of these steps of `FEW`."""
+    """Save checkpoints of these steps of `FEW`."""
     trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
     for step in steps:
         trainer.step(step)

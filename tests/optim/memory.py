@@ -17,7 +17,7 @@ from zerocast import QuantizedWeight
 
 
 def live_bytes(known: frozenset[int] = frozenset()) -> int:
-    """Bytes of all storages that a tensor refers to, each counted once, without those at `known` addresses."""
+    """Return the bytes of all storages that a tensor refers to, each counted once, without those at `known` addresses."""
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, torch.nn.Parameter):

@@ -106,8 +106,8 @@ class Probe(nn.Module):
     def param_groups(
         self, options: Iterable[Mapping[str, object]], frozen: Collection[str] = ()
     ) -> list[dict[str, object]]:
-        """Named parameters in the groups that their specs say, with these options by group. Those
-        that are `frozen` need no gradient from now on, and are in none.
+        """Return named parameters in the groups of their specs, with these options by group. Those that are
+        `frozen` need no gradient from now on, and are in none.
         """
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)

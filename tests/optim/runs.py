@@ -244,7 +244,7 @@ class Compared(Trainer):
         assert_equals(self, self.reference, f"rank {self.rank}, {what}")
 
     def go_on(self, *steps: int) -> None:
-        """Steps of both, compared after each."""
+        """Take steps of both, and compare after each."""
         for step in steps:
             self.step(step)
             self.follow(step)

@@ -35,7 +35,7 @@ NAN = float("nan")
 
 
 def named(**layers: nn.Module) -> Any:
-    """Parameters of some layers with their names."""
+    """Return the parameters of some layers with their names."""
     return nn.ModuleDict(layers).named_parameters()
 
 

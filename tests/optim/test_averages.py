@@ -72,7 +72,9 @@ class Averaged(Compared):
                 )
 
     def check_swapped(self) -> None:
-        """Live bytes are the unsharded cast of the average, with the scales that the live bytes had; delayed scaling stays."""
+        """Check that live bytes are the unsharded cast of the average with their own scales, and that delayed
+        scaling stays.
+        """
         before = weight_bytes(self.probe)
         scales = {name: float(views["cast_scale"]) for name, views in self.optimizer.state_dict()["zerocast"].items()}
         with self.ema.swapped():
@@ -239,7 +241,7 @@ def test_a_step_that_is_interrupted_before_its_average():
 
 
 def resumed(folder: str) -> None:
-    """Saved on some ranks beside the optimizer's own state, loaded on others."""
+    """Save on some ranks, beside the optimizer's own state, to load on others."""
     averaged = Averaged()
     averaged.step(0)
     averaged.step(1)

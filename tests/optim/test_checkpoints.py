@@ -79,7 +79,7 @@ def test_a_save_whose_folder_is_deleted(tmp_path):
 
 
 def asynchronous(folder: str) -> bool:
-    """Steps go on while a slow disk writes; what is written is the state of the moment of the call. Whether it was slow."""
+    """Go on with steps while a slow disk writes the state at the time of the call. Return whether it was slow."""
     checkpoints = Checkpoints(folder, keep=2, asynchronous=True)
     trainer, other = (
         Trainer(dataclasses.replace(FEW, config=OVERLAP)),

@@ -84,7 +84,7 @@ def moved(probe: Probe) -> Found:
 
 
 def loaded_over(probe: Probe) -> Found:
-    """`load_state_dict` writes into a weight whose gather is in flight: what was loaded stays."""
+    """Load with `load_state_dict` into a weight whose gather is in flight. The loaded values must stay."""
     probe.load_state_dict(Probe(MIXED).state_dict())
     return data(probe)
 

@@ -243,7 +243,7 @@ class Around(nn.Module):
 
 
 def masters_of(optimizer: zerocast.ZeroAdamW) -> dict[str, Tensor]:
-    """Whole on every rank, by the optimizer's names."""
+    """Return the masters whole on every rank, by the optimizer's names."""
     group = zerocast.distributed.group.Group.of(optimizer.process_group)
     return {name: _gathered(master, group, name).clone() for name, master in optimizer.state_dict()["model"].items()}
 

@@ -35,7 +35,7 @@ def saved(path: Path) -> None:
 
 
 def plant_beside_metadata(path: Path, trap: Path, planted: Any = None) -> None:
-    """Good metadata with something in it."""
+    """Write good metadata with an object in it."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     metadata.planner_data = planted or Runs(trap)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -49,12 +49,12 @@ class Reads:
 
 
 def plant_an_attribute(path: Path, trap: Path) -> None:
-    """Good metadata that reads an attribute of one of its classes."""
+    """Write good metadata that reads an attribute of one of its classes."""
     plant_beside_metadata(path, trap, Reads())
 
 
 def plant_in_tensors(path: Path, trap: Path) -> None:
-    """Code where a tensor's bytes belong."""
+    """Write code in place of a tensor's bytes."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     index, place = next((i, p) for i, p in metadata.storage_data.items() if i.fqn == "model.nv")
     code = pickle.dumps(Runs(trap))
@@ -73,7 +73,7 @@ def plant_an_object(path: Path, trap: Path) -> None:
 
 
 def plant_a_path(path: Path, trap: Path) -> None:
-    """Good metadata that takes a tensor from a file elsewhere."""
+    """Write good metadata that takes a tensor from a file elsewhere."""
     elsewhere = next(path.glob("*.distcp")).rename(path.parent / "elsewhere")
     metadata = dcp.FileSystemReader(path).read_metadata()
     for place in metadata.storage_data.values():

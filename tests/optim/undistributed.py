@@ -148,7 +148,7 @@ class UndistributedMuon(Undistributed):
         self._momentum: dict[str, F32] = {}
 
     def state(self, name: str) -> dict[str, F32]:
-        """Momentum of Muon's parameters, from zero on."""
+        """Return the momentum of Muon's parameters, which starts from zero."""
         spec = self.specs[name]
         if spec.group not in self.muon_groups:
             return super().state(name)

@@ -56,7 +56,7 @@ def as_is(function: Any) -> Any:
 
 
 def stand_in_for_torch_npu() -> None:
-    """Modules by the names of torch_npu, whose tests are copies of torch's for another device."""
+    """Install modules by the names of torch_npu, whose tests are copies of torch's for another device."""
     from torch.testing._internal import common_fsdp, common_utils
 
     device: Any = types.SimpleNamespace(

@@ -15,7 +15,7 @@ SAVING = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_l
 
 
 def run(case: Any, folder: str, resume: int = -1, make: Any = trainer) -> tuple[list[float], dict[str, str], list[str]]:
-    """Losses, digests of everything, and complaints about gathered bytes, of a run that saves and may go on from a step."""
+    """Run and save, after a step if given. Return losses, digests of all state, and complaints about gathered bytes."""
     load = (f"--checkpoint.load_step={resume}",) if resume >= 0 else ()
     with make(case.having(*SAVING, *load), folder) as made:
         made.train()

@@ -24,7 +24,7 @@ def positions(length: int, ranks: int) -> list[Tensor]:
 
 
 def gathered_attention(modules: Sequence[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
-    """Takes the place of `torchtitan.distributed.context_parallel.apply_cp_to_attention_module`."""
+    """Replace `torchtitan.distributed.context_parallel.apply_cp_to_attention_module`."""
     assert attention_type == "sdpa", attention_type
 
     def forward(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

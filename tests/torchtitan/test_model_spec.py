@@ -94,7 +94,7 @@ def test_gathered_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str, tmp
 
 
 def validated(case: Case, folder: str) -> list[tuple[float, float]]:
-    """Losses of validation, each beside that of torchtitan's own forward pass with the weights as they are dequantized."""
+    """Return the losses of two validations with the quantized weights."""
     with trainer(case, folder) as made:
         made.train()
         (model,) = made.model_parts
@@ -116,7 +116,7 @@ def test_validation(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def launched(case: Case, folder: str) -> None:
-    """torchtitan's own entry, `torchtitan.train`, with this case's command line; the pool keeps its process group."""
+    """Run torchtitan's own entry, `torchtitan.train`, with this case's command line. The pool keeps its process group."""
     group = mock.patch.object(torch.distributed, "destroy_process_group")
     arguments = mock.patch.object(sys, "argv", ["train.py", *case.arguments(folder)])
     with trainer_on_cpu(), group, arguments, mock.patch.object(torchtitan.train, "init_logger"):

@@ -68,7 +68,7 @@ ALL = "layers.*={0},lm_head.*={0}"
 
 
 def plain() -> Any:
-    """torchtitan's debug model of llama3, with two of its layers."""
+    """Return torchtitan's debug model of llama3, with two of its layers."""
     config = llama3_debugmodel()
     model = config.model_spec.model
     del model.layers[2:]
@@ -84,7 +84,7 @@ def plain() -> Any:
 
 
 def tiny() -> Any:
-    """`plain`, quantized by the recipe of the command line."""
+    """Return `plain`, quantized by the recipe of the command line."""
     return quantized(plain())
 
 

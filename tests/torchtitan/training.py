@@ -95,7 +95,9 @@ def record_losses(made: Any) -> None:
 
 
 def train(case: Any, folder: str, make: Any = trainer) -> tuple[list[float], list[str], list[str]]:
-    """Losses by step, gathered bytes that are not the unsharded cast of the masters, and what `zerocast.verify` finds."""
+    """Return losses by step, gathered bytes that are not the unsharded cast of the masters, and what
+    `zerocast.verify` finds.
+    """
     with make(case, folder) as run:
         run.train()
         (model,) = run.model_parts
@@ -105,7 +107,7 @@ def train(case: Any, folder: str, make: Any = trainer) -> tuple[list[float], lis
 
 
 def complaints(made: Any, when: str) -> list[str]:
-    """About gathered bytes, or slices, that are not those of the unsharded cast of the masters."""
+    """Return gathered bytes, or slices, that are not those of the unsharded cast of the masters."""
     compare = slices.complaints if made.parallel_dims.tp_enabled else models.complaints
     return compare(made.model_parts[0], when)
 

@@ -57,7 +57,7 @@ class Seen(nn.Module):
 
 
 def is_resumed() -> bool:
-    """True in a run that continues another one, as the command line says."""
+    """Return True in a run that continues another one, by the command line."""
     return bool(sys.argv[4:] and sys.argv[4])
 
 

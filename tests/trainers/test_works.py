@@ -77,7 +77,7 @@ class LowRank(nn.Module):
 
 
 def with_adapters(net: Any) -> Any:
-    """Adapters beside all projections of a frozen model."""
+    """Put adapters beside all projections of a frozen model."""
     net.requires_grad_(False)
     torch.manual_seed(1)
     layer = net.model.layers[0]
@@ -97,8 +97,8 @@ def plain_copy(net: Any) -> Any:
 
 
 def adapters_beside_plain() -> tuple[float, bool]:
-    """(distance in ulp of adapters from those that torch's AdamW trains beside plain weights of the same values, whether the base
-    is as it was).
+    """Return the distance in ulp of adapters from those that torch's AdamW trains beside plain weights of the
+    same values, and whether the base is as it was.
     """
     base = zerocast.quantize_(plain_model(), RECIPE, dtype=torch.float32)
     theirs = with_adapters(plain_copy(base))
