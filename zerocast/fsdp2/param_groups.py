@@ -28,7 +28,9 @@ class ParamGroup:
     Attributes:
         names: the names of its prepared weights, in the order of its gather. A weight's `index` is
             its index.
-        received: the number of gathers that have arrived.
+        is_of_this_pass: True from the moment that a forward pass of its module gathers it until
+            that pass compares what is gathered. It is read of the groups of the prepared model
+            itself, which FSDP2 gathers just before that.
         plain_versions: the version counters of its plain parameters when the last gather was sent.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
@@ -56,7 +58,7 @@ class ParamGroup:
         self._plain = [weakref.ref(param) for param in group.fsdp_params if param not in prepared]
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
-        self.received = 0
+        self.is_of_this_pass = True
         self.plain_versions: list[int] = []
         self.sent = -1
         self._last_index = len(members) - 1
@@ -232,7 +234,6 @@ class ParamGroup:
         if self.metadata.gathered_inner_codes:
             torch_fsdp.free(self.metadata.gathered_inner_codes)
         self.end_round()
-        self.received += 1
         gathered_together([weight.validity for weight in weights])
         # A backward pass within which optimizers step reads the weights of its forward pass.
         if not weights[0].manager.plan.param_groups.step_goes_on:
@@ -313,8 +314,6 @@ class ParamGroups:
         self.prepared: list[ParamGroup] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # The number of gathers of each group when ranks last compared what is gathered.
-        self._compared: dict[ParamGroup, int] = {}
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.
         self._stepped_in: int | None = None
@@ -342,12 +341,12 @@ class ParamGroups:
         own weights FSDP2 has gathered by now.
         """
         of_model = list(torch_fsdp.groups_at(model))
-        left = any(
-            group.is_unsharded and (not group.is_any_of(of_model) or self._compared.get(group) == group.received)
-            for group in begun
-        )
-        self._note_compared(begun)
-        return left
+        left = [
+            group for group in begun if group.is_unsharded and not (group.is_of_this_pass and group.is_any_of(of_model))
+        ]
+        for group in begun:
+            group.is_of_this_pass = False
+        return bool(left)
 
     def gather_old_again(self, begun: Sequence[ParamGroup], cast: int, is_written: bool) -> None:
         """Gather those of the groups again whose bytes are of another cast than number `cast`, or
@@ -364,10 +363,6 @@ class ParamGroups:
         for plain in self._fsdp_groups:
             if plain.is_unsharded and not any(group.is_any_of([plain]) for group in self.prepared):
                 torch_fsdp.gather_again(plain)
-        self._note_compared(begun)
-
-    def _note_compared(self, begun: Sequence[ParamGroup]) -> None:
-        self._compared = {group: group.received for group in begun}
 
     def free(self) -> None:
         """Free all groups that are gathered, so that the next forward pass gathers them again."""

@@ -267,6 +267,13 @@ class GroupOfWeights(FSDPParamGroup):
     prepared: Sequence[Any]
     merged_params: list[Any]
 
+    def pre_forward(self, *arguments: Any) -> Any:
+        """Gather the weights before a forward pass of their module, unless they are gathered."""
+        weights = self.weights()
+        if weights is not None and not weights.is_begun:
+            weights.is_of_this_pass = True
+        return super().pre_forward(*arguments)
+
     def unshard(self, async_op: bool = False) -> None:
         """Begin a gather, unless one has begun. Raises RuntimeError for a master that something has
         replaced, which the first weight would gather as it was before.
