@@ -48,6 +48,7 @@ context = multiprocessing.get_context("forkserver")
 # with what `import zerocast` leaves to be imported when it is asked for
 _preloaded = [
     "torch.distributed",
+    "torch._dynamo",
     "hypothesis",
     "pytest",
     "zerocast.optim",

@@ -167,7 +167,8 @@ def words(tensor: Tensor) -> NDArray[Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    for name in (*FIELDS, "moment_scales", "packed", "row_data"):
+    casts.assert_same_bytes({"packed": words(found["packed"])}, {"packed": words(expected["packed"])}, what)
+    for name in (*FIELDS, "moment_scales", "row_data"):
         for index, (a, b) in enumerate(zip(found.get(name, ()), expected.get(name, ()), strict=True)):
             casts.assert_same_bytes({name: words(a)}, {name: words(b)}, f"{what}, base {index}")
 

@@ -4,6 +4,7 @@ Each parameter enters the loss through a product whose gradient is exact: `linea
 g` for any other. Backward hooks, buckets and collectives see an ordinary backward pass.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -122,6 +123,7 @@ class Probe(nn.Module):
         return groups
 
 
+@functools.lru_cache(4096)
 def _normal(key: str, shape: tuple[int, ...]) -> Tensor:
     seed = int.from_bytes(key.encode(), "little") % (2**61 - 1)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
