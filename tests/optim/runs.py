@@ -61,7 +61,7 @@ class Run:
     """
 
     specs: tuple[Spec, ...] = MIXED
-    steps: int = 6
+    steps: int = 4
     stage: int = 2
     config: ZeroConfig = DETERMINISTIC
     options: tuple[Mapping[str, Any], ...] = TWO_GROUPS

@@ -9,7 +9,7 @@ from tests import casts
 from tests.observed import logged
 from tests.optim.runs import EIGHT_BIT_MOMENTS, OVERLAP, Compared, Run, Trainer, snapshot, world
 from tests.optim.test_muon import SMALL
-from tests.selection import some
+from tests.selection import some, worlds
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
@@ -51,7 +51,7 @@ def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -
     where="ZeroAdamW",
     answer="the step is skipped on all ranks, nothing changed, and counted",
 )
-@on_ranks(0, 3)
+@on_ranks(*worlds(3, slow=(0,)))
 def test_nothing_changes(case, value):
     """A skipped step changes nothing: two good steps, two bad ones, two good ones."""
     run, name = case

@@ -101,8 +101,7 @@ def test_norms(run):
     assert max(per_parameter) <= 1
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, False), slow(1, False), slow(2, True)])
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_clips_in_a_row(stage, foreach):
     """Clips of both kinds one after the other and between backward passes: the differences from plain arithmetic on a twin."""

@@ -19,7 +19,7 @@ import zerocast
 from tests import casts
 from tests.hosts.under_test import ALL_KINDS, find
 from tests.observed import logged
-from tests.workers import error_of, on_ranks
+from tests.workers import error_of, freeze_modules, on_ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, export, quantize_
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import reduction
@@ -31,8 +31,10 @@ ALL = Recipe({"*.weight": "nvfp4"})
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """What one test left without an owner is not the next one's."""
-    gc.collect()
+    """What one test left without an owner is not the next one's. What is left then is in no later collection, of which there are
+    many here.
+    """
+    freeze_modules()
     owners.forget_all()
     yield
     owners.forget_all()
