@@ -24,6 +24,8 @@ from zerocast.fsdp2.weight import FSDPWeight
 
 DELAYED = "fp8_delayed:amax_history_len=4"
 FORMATS = tuple(fmt for fmt in casts.FORMATS if fmt != "identity")
+# One of each, with the blocks of mxfp8 that ranks can cut. Other options change the scales alone, and are tested where bytes are.
+EACH = (DELAYED, "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "int4")
 # formats for any shape
 SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1, 1))
 # where the format is not what a test is about

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import DELAYED, FORMATS, Net, digests
+from tests.fsdp2.models import DELAYED, EACH, Net, digests
 from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, put_gradients
 from tests.optim.memory import NewStorages
 from tests.workers import Ranks, error_of, on_ranks
@@ -34,7 +34,7 @@ class Trainee:
     def __init__(
         self,
         captured: bool,
-        formats: tuple[str, ...] = FORMATS,
+        formats: tuple[str, ...] = EACH,
         keep_codes: bool = False,
         moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
     ) -> None:
@@ -84,7 +84,7 @@ class Trainee:
 
 def compared(
     keep_codes: bool,
-    formats: tuple[str, ...] = FORMATS,
+    formats: tuple[str, ...] = EACH,
     moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
 ) -> list[str]:
     """Return how a captured run differs from an ordinary one, and its bytes from its masters."""
@@ -118,7 +118,7 @@ def compared(
 def test_replaying_equals_stepping(ranks: Ranks, world: int, keep_codes: bool, moment_dtype: Any) -> None:
     """Replays equal steps, also if the step writes the codes of block rows that no rank cuts."""
     expected = ["1 graphs, casts {6}, works at 1 addresses"]
-    assert ranks(world)(compared, keep_codes, FORMATS, moment_dtype) == [expected] * world
+    assert ranks(world)(compared, keep_codes, EACH, moment_dtype) == [expected] * world
 
 
 def switched(trainee: Trainee) -> None:

@@ -16,7 +16,7 @@ import zerocast
 from tests import casts
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
-from tests.fsdp2.models import FORMATS, Net, digests
+from tests.fsdp2.models import EACH, Net, digests
 from tests.optim.runs import ADAM
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.checkpoint import checkpoint
@@ -41,7 +41,7 @@ def put_gradients(model: nn.Module, step: int) -> None:
 
 def by_zero(path: str, moment_dtype: Any) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
     """Train a ZeroAdamW on one process and save it before its last two steps. Return its last state and bytes."""
-    model = Net(FORMATS, WIDTH, HIDDEN)
+    model = Net(EACH, WIDTH, HIDDEN)
     zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
     config = zerocast.ZeroConfig(moment_dtype=moment_dtype)
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM, config=config)
@@ -58,7 +58,7 @@ def by_zero(path: str, moment_dtype: Any) -> tuple[dict[str, str], dict[str, cas
 def by_fsdp2(path: str, moment_dtype: Any, shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
     """Take the last steps under FSDP2 on a mesh of this shape, from the same checkpoint, without running code from it."""
     mesh = models.mesh(shape, ("replicate", "shard")[-len(shape) :])
-    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), mesh=mesh)
+    model = models.sharded(Net(EACH, WIDTH, HIDDEN), mesh=mesh)
     optimizer = FusedAdamW(model.named_parameters(), lr=1.0, moment_dtype=moment_dtype)
     state = TrainingState(model, optimizer)
     checkpoint.load(state, path)
@@ -149,7 +149,7 @@ def stepped(keep_codes: bool) -> None:
     """Check the bytes after each case. A step measures amaxes and, where they are kept, writes codes of whole
     block rows; all are made again where something else has written since.
     """
-    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), keep_codes=keep_codes)
+    model = models.sharded(Net(EACH, WIDTH, HIDDEN), keep_codes=keep_codes)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     models.check(model, "at the start")
     for step, (name, (case, measured)) in enumerate(CASES.items()):

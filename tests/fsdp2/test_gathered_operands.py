@@ -98,12 +98,11 @@ def test_one_launch_serves_the_weights_of_a_gather(fmt: str, compiled: bool, res
     """
     model = built(fmt, compiled=compiled, reshard=reshard)
     with gemm.use("scaled_mm"):
-        results = [launches_of(model) for _ in range(3)]
-    first, *others = [found for _, found in results]
-    are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    _, *later = [dict(counts) for counts, _ in results]
-    assert later == 2 * [{name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}]
-    assert are_equal
+        first = gradients(model)
+        later = [launches_of(model) for _ in range(2)]
+    for counts, found in later:
+        assert counts == {name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}
+        assert all(map(torch.equal, found, first))
     assert left(model) == 0
 
 

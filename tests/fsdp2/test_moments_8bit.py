@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
-from tests.fsdp2.models import FEW, FORMATS, Net, digests
+from tests.fsdp2.models import EACH, FEW, Net, digests
 from tests.fsdp2.test_fused_adamw import put_gradients
 from tests.optim.runs import ADAM
 from tests.workers import error_of, on_ranks
@@ -51,7 +51,7 @@ def state_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, str]:
 
 def launches(moment_dtype: Any) -> Counter[str]:
     """Count the launches of each stage in a step, under the names that FP32 moments have."""
-    model = models.sharded(Net(FORMATS, 64, HIDDEN), keep_codes=True)
+    model = models.sharded(Net(EACH, 64, HIDDEN), keep_codes=True)
     optimizer = fused(model, moment_dtype=moment_dtype)
     train(model, optimizer, range(2))
     put_gradients(model, 2)

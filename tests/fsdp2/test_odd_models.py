@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import FEW, FORMATS, Net, OfExperts
+from tests.fsdp2.models import EACH, FEW, Net, OfExperts
 from tests.fsdp2.test_loops import loss
 from tests.workers import error_of, on_ranks
 
@@ -82,7 +82,7 @@ def partly_frozen() -> Any:
 
 
 def offloaded() -> Any:
-    return models.sharded(Net(FORMATS, 64, 96), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return models.sharded(Net(EACH, 64, 96), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def in_half_precision() -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import DELAYED, FORMATS, Net, OfExperts, largest, slow
+from tests.fsdp2.models import DELAYED, EACH, Net, OfExperts, largest, slow
 from tests.fsdp2.test_bits import check_steps
 from tests.workers import error_of, on_ranks
 
@@ -26,7 +26,7 @@ def matrices(formats: tuple[str, ...], width: int, hidden: int, optimizer: str, 
     check_steps(Net(formats, width, hidden), width, optimizer, options)
 
 
-@pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
+@pytest.mark.shows(host="FSDP2", parallel="data", formats=EACH)
 @pytest.mark.parametrize(
     ("world", "hidden", "optimizer", "keep_codes"),
     [
@@ -39,7 +39,7 @@ def matrices(formats: tuple[str, ...], width: int, hidden: int, optimizer: str, 
 @on_ranks()
 def test_every_format(hidden: int, optimizer: str, keep_codes: bool) -> None:
     """The first matrix of each block is cut by rows, the second one by columns, in one gather."""
-    matrices(FORMATS, 64, hidden, optimizer, {"shard_placement_fn": largest, "keep_codes": keep_codes})
+    matrices(EACH, 64, hidden, optimizer, {"shard_placement_fn": largest, "keep_codes": keep_codes})
 
 
 @on_ranks(3)
@@ -55,14 +55,14 @@ def experts(formats: tuple[str, ...], optimizer: str) -> None:
     )
 
 
-@pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
+@pytest.mark.shows(host="FSDP2", parallel="data", formats=EACH)
 @pytest.mark.parametrize(
     ("world", "optimizer"), [(3, "FusedAdamW"), slow(2, "8-bit moments"), slow(4, "AdamW"), slow(4, "8-bit moments")]
 )
 @on_ranks()
 def test_fewer_experts_than_ranks(optimizer: str) -> None:
     """Rows of every expert on each rank, and columns of every expert."""
-    experts(FORMATS, optimizer)
+    experts(EACH, optimizer)
 
 
 @on_ranks(2)

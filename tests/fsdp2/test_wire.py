@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
+from tests.fsdp2.models import DELAYED, EACH, FORMATS, SMALL, Net
 from tests.selection import worlds
 from tests.traffic import Traffic
 from tests.workers import Ranks, on_ranks
@@ -57,7 +57,7 @@ def test_gathered_operands_are_aligned() -> None:
 @on_ranks(3)
 def test_one_reduction_a_step(optimizers: int) -> None:
     """However many weights, formats and optimizers."""
-    model = models.sharded(Net(FORMATS, 128, 256))
+    model = models.sharded(Net(EACH, 128, 256))
     x = models.batch(0, 128)
     with torch.no_grad():
         model(x)
