@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import zerocast
 from tests.dispatched import Dispatched
+from tests.fsdp2.models import slow
 from tests.fsdp2.test_host_work import calls_of_zerocast
 from tests.observed import same_on_all
 from tests.optim.probe import FP32, PLAIN, Spec
@@ -53,8 +54,7 @@ def one_step(run: Run, clip: bool) -> dict[str, int]:
     return dict(Counter(kind for kind, _ in traffic.log))
 
 
-@pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "clip"), [(True, False), (False, True), slow(True, True), slow(False, False)])
 @pytest.mark.parametrize(("bucket_size", "buckets"), [(1, 7), (4096, 6), (2**25, 5)])
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(2)
