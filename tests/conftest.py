@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Bound(Exception):
-    """A case that needs a GPU has named the function that its ranks call, and is not needed further."""
+    """The signal that a case that needs a GPU has named the function that its ranks call, and needs no further run."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Dispatched(TorchDispatchMode):
-    """Remembers the operators within by name and in their order, as in `aten::copy_` and `zerocast::partial_cast`."""
+    """A mode that records the names of operators in order, such as `aten::copy_` and `zerocast::partial_cast`."""
 
     def __init__(self) -> None:
         super().__init__()

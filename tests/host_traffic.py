@@ -19,7 +19,7 @@ CROSSING = {
 
 
 class HostTraffic(TorchDispatchMode):
-    """Collects the operators within, outside of our own ops, that read a value on the host or bring one from it."""
+    """A mode that records operators, except our own ops, that read a value on the host or bring one from it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ def printed(script: str) -> str:
 
 
 def test_everything_is_imported_when_it_is_asked_for() -> None:
-    """First nothing, not even torch; then what a cast needs, and no DTensors, FSDP2 or checkpoints. Modules beyond torch's are
-    counted, since seconds depend on the machine.
+    """`import zerocast` brings nothing, not even torch; a cast then brings no DTensors, FSDP2 or checkpoints.
+    Modules beyond torch's are counted, since seconds depend on the machine.
     """
     script = """
 import sys, zerocast
@@ -68,5 +68,5 @@ print([now != then for now, then in zip(state(), before)])
     ],
 )
 def test_the_process_is_changed_by_the_first_weight_and_the_first_prepare_alone(first: str, changed: str) -> None:
-    """Hooks before steps, hooks after steps, and what DTensor is; until then no heavy package is imported either."""
+    """Hooks before and after steps, and DTensor, change only then. Until then no heavy package is imported either."""
     assert printed(CHANGES.format(EVERYTHING, first, HEAVY)).splitlines() == ["True []", changed]

@@ -114,7 +114,7 @@ def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
 
 
 class RanksFailed(AssertionError):
-    """A case raised, died or was late on some ranks; the message holds what each of them said."""
+    """The error of a case that raised, died or was late on some ranks. The message holds what each of them said."""
 
 
 @dataclass(frozen=True)

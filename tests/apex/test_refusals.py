@@ -265,7 +265,7 @@ PACKAGE = "zerocast.integrations.apex"
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_one_rank(host_ranks: Ranks, name: str, on_gpu: bool) -> None:
-    """All raise, and none waits for its timeout; with the reports of ranks as on a GPU, too."""
+    """All ranks raise without waiting for a timeout, also with the reports of ranks on a GPU."""
     for said, seconds, wrong in host_ranks(2)(one_rank, name, on_gpu):
         assert said and seconds < 7 and wrong == [], (said, seconds, wrong)
 

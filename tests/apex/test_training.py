@@ -50,7 +50,7 @@ def test_replicated_masters(host_ranks: Ranks, world: int) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_everyone_starts_from_rank_0(host_ranks: Ranks, named: bool) -> None:
-    """Scales of delayed scaling too. Parameters without names are called by their places."""
+    """Rank 0's values win, scales of delayed scaling included. Parameters without names are called by their places."""
     names = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else ["0.0", "0.1", "0.2", "0.3"]
     assert host_ranks(2)(training.started_apart, named) == [(names, [True] * 3, [])] * 2
 

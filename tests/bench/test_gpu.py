@@ -31,7 +31,7 @@ def test_launches_of_a_cast_do_not_grow_with_the_number_of_weights():
 
 
 def test_training_steps_on_the_device():
-    """torchao and TransformerEngine too, where they are installed."""
+    """Training steps of all hosts run on the device, those of torchao and TransformerEngine where they are installed."""
     patterns = "fsdp2:bf16", "fsdp2:fp8_current*", "fsdp2:nvfp4", "zero_adamw:fp8_block*", "torchao:*", "transformer_*"
     config = StepConfig(
         patterns, ("eager",), shape="tiny", layers=2, vocabulary=256, seq=256, steps=2, warm_up=2, profile=True

@@ -63,7 +63,7 @@ def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
 
 @pytest.mark.parametrize("row", select(("step",), scale=256), ids=lambda row: row.name)
 def test_a_step_steps(row: Row):
-    """The check of rows does not show it, since it compares a row with itself on another backend."""
+    """A step changes masters and moments. The check of rows compares a row with itself and does not show it."""
     job = row.work.build(row.workload, row.fmt, BenchEnv(CPU, "cpu", seed=0))
     before = [written.clone() for written in job.written()]
     job.run()

@@ -119,7 +119,7 @@ def in_cuda_graphs(config: StepConfig) -> tuple[list[list[float]], int, set[str 
 
 
 def test_cuda_graphs_of_blocks(ranks: Ranks) -> None:
-    """A CPU has none, so that the values are those without."""
+    """A CPU has no CUDA graphs, so the values are those without."""
     config = replace(TINY, variants=("zero_adamw:fp8_current",), modes=("compiled",), micro_batches=2)
     ((losses, begun, modes),) = ranks(1)(in_cuda_graphs, config, timeout=120.0)
     ((graphed, steps, of_graphs),) = ranks(1)(in_cuda_graphs, replace(config, cuda_graphs=True), timeout=120.0)

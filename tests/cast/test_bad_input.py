@@ -149,7 +149,7 @@ ALONE = [name for name in SPOILT if not name.startswith(("other", "overlap", "fe
 )
 @on_ranks(1, 3)
 def test_one_rank_is_wrong_and_all_say_so(world: int) -> None:
-    """A good plan afterwards still works."""
+    """All ranks name the wrong one, and a good plan still works afterwards."""
     rank = dist.get_rank()
     for name in SPOILT if world > 1 else ALONE:
         spoil, kind, message = SPOILT[name]

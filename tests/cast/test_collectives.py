@@ -101,7 +101,7 @@ def test_groups_that_are_none() -> None:
 @pytest.mark.parametrize("manual", [True, False])
 @on_ranks(3)
 def test_the_two_calls_of_a_host(manual: bool) -> None:
-    """The two calls of a host's optimizer instead of a plan, twice."""
+    """The two calls of a host's optimizer cast like a plan, twice."""
     cases = tuple(case for case in every_format(3, 1) if "delayed" not in case.fmt)
     here = Sharded(cases, dist.get_rank())
     for step in range(2):

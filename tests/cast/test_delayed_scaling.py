@@ -53,7 +53,7 @@ flat = pytest.mark.parametrize("flat", [True, False], ids=["flat", "scattered"])
 
 @flat
 def test_a_seed_is_what_two_casts_found(backend: str, flat: bool) -> None:
-    """The first of two finds the amax that scales the second; within one cast that takes one all-reduce."""
+    """The first of two casts finds the amax that scales the second. Within one cast that takes one all-reduce."""
     twice, once = Held(flat, backend), Held(flat, backend)
     twice.plan.cast()
     twice.plan.cast()

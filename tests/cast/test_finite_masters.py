@@ -38,7 +38,7 @@ def adam(master: Tensor) -> AdamUpdate:
     answer="raises on all ranks at the call after the cast, names the weights",
 )
 def test_one_element_of_any_weight(backend_anywhere: str, fmt: str, stepped: bool) -> None:
-    """The first, the last and one inside of an uneven span; masters that are whole again are cast as ever."""
+    """Any element of an uneven span is found, the first and last included. Repaired masters are cast as before."""
     device, numel = devices.of(backend_anywhere), SHAPE[0] * SHAPE[1]
     weights = [QuantizedWeight.empty(SHAPE, fmt, torch.bfloat16, device) for _ in range(3)]
     flat = torch.randn(3 * numel, generator=torch.Generator().manual_seed(0)).to(device)

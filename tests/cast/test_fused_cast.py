@@ -117,7 +117,7 @@ def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -
 
 @on_ranks(2)
 def test_a_cast_does_not_wait_for_the_device() -> None:
-    """Nor where an odd NVFP4 cut sends elements along with the amaxes."""
+    """A cast does not wait, even if an odd NVFP4 cut sends elements along with the amaxes."""
     cases = tuple(Weight(fmt, (32, 64), ((0, 555), (555, 2048))) for fmt in casts.FORMATS)
     trainee = Trainee(cases, dist.get_rank(), seed=2)
     trainee.step(1, True, None)

@@ -23,7 +23,7 @@ GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("piece", "mixed"), [(330, False), (1 << 22, False), (1 << 22, True)])
 def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
-    """All masters on the host, and with `mixed` every other one."""
+    """Casts are right with all masters on the host, and with every other one if `mixed`."""
     cases = sharded.every_format(world, seed)
     found = ranks(world)(host_masters.cast_and_gather, cases, piece, 1, mixed)
     for rank, (outcome, shared, backends) in enumerate(found):
@@ -34,7 +34,7 @@ def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: b
 
 @pytest.mark.parametrize("piece", [10, 1 << 22])
 def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
-    """Halves of bytes too, beside which no rank writes."""
+    """Bytes that no rank owns stay, even halves of bytes."""
     cases = tuple(
         Weight(fmt, (32, 32), GAPS, content="lcg", seed=seed)
         for seed, fmt in enumerate(("nvfp4", "mxfp4", "fp8_current"))

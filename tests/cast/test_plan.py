@@ -66,7 +66,7 @@ def test_an_empty_master_owns_nothing() -> None:
     ids=["shorter", "empty", "fp16", "fp64", "strided"],
 )
 def test_data_that_a_master_cannot_have(backend: str, data: torch.Tensor, message: str) -> None:
-    """Another size would be read beyond its end, another dtype or stride as other values."""
+    """A master of another size would be read beyond its end, one of another dtype or stride as other values."""
     weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
     plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
     plan.cast()

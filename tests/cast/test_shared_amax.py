@@ -156,7 +156,7 @@ def both(fmt: str, device: str = "cpu") -> None:
 )
 @on_ranks()
 def test_while_it_trains(fmt: str) -> None:
-    """ZeroAdamW and FSDP2; `verify` knows of the sharing and of no plan."""
+    """ZeroAdamW and FSDP2 share the amax. `verify` knows of the sharing and of no plan."""
     both(fmt)
 
 

@@ -103,7 +103,7 @@ def test_a_weight_whose_format_stays_keeps_bytes_and_history():
 
 
 def test_whoever_stands_for_a_weight_follows():
-    """Detached, transposed and tied objects share one storage."""
+    """Detached, transposed and tied objects share one storage, and follow a switch."""
     sharded = Sharded("nvfp4", count=1)
     (weight,) = sharded.weights
     detached, transposed = weight.detach(), weight.t()

@@ -92,7 +92,7 @@ TWO_PASSES = ("adam_amax", "partial_cast")
 @pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
 @pytest.mark.parametrize("stage", WRITES)
 def test_a_wrong_backend_is_found(monkeypatch, capsys, stage):
-    """One bit of what each stage writes; the format is one that nothing else uses, since ops remember which function a stage is."""
+    """The doctor finds one wrong bit of each stage. The format is unique, since ops remember the function of a stage."""
     options = f"amax_epsilon={1 + list(WRITES).index(stage)}e-12,element=e5m2"
     # one rank casts fp8_block in the pass of Adam
     module, fmt = backends.load(COMPILED), f"{'fp8_current' if stage in TWO_PASSES else 'fp8_block'}:{options}"

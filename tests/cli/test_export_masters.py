@@ -77,7 +77,7 @@ NAMINGS = [
 
 @pytest.mark.parametrize(("naming", "fmt", "decode"), NAMINGS)
 def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, fmt: str, decode: Any) -> None:
-    """Decoded by their rules: the cast that the library makes."""
+    """Files in the namings of engines decode by their rules to the cast that the library makes."""
     state = values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
     options = ["--naming", naming, "--format", fmt, "--weights", "up.*", "--shard-bytes", 20000]

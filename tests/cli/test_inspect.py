@@ -47,7 +47,7 @@ def report(capsys: Any, *arguments: object) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_statistics(capsys: Any, tmp_path: Path, fmt: str, dtype: str) -> None:
-    """Against the library's own cast of the whole weight, dequantized."""
+    """Statistics agree with the library's own cast of the whole weight, dequantized."""
     x = master()
     save_file({"w": x, "norm": x[0].clone()}, tmp_path / "m.safetensors")
     found = report(capsys, tmp_path / "m.safetensors", "--format", fmt, "--dtype", dtype)
@@ -77,7 +77,7 @@ def test_statistics(capsys: Any, tmp_path: Path, fmt: str, dtype: str) -> None:
 def test_saturated_is_what_would_round_beyond_the_largest_code(
     capsys: Any, tmp_path: Path, fmt: str, edge: float
 ) -> None:
-    """The scale is twice what the amax allows, so that `edge` is half of it: by hand."""
+    """The scale is twice what the amax allows, so that `edge` is half of it, computed by hand."""
     amax = edge / 2 * 4  # scaled by 2 * max / amax
     spec = get_format(fmt)
     assert spec.element
@@ -91,7 +91,7 @@ def test_saturated_is_what_would_round_beyond_the_largest_code(
 
 
 def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
-    """The recipe of the run, and its delayed scales: the casts that are live."""
+    """A checkpoint is cast by the run's recipe and delayed scales, so that errors are those of the live casts."""
     trainer = Trainer(Run())
     trainer.train(range(3))
     optim.save(trainer.optimizer, tmp_path / "c", extra={"mine": torch.zeros(4)})
@@ -116,7 +116,7 @@ def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_trainer(capsys: Any, tmp_path: Path) -> None:
-    """The masters are read, and not the rounded weights that are beside them; of a run, the last ones."""
+    """The masters of a run's last checkpoint are read, and not the rounded weights beside them."""
     trainer = Trainer(Run())
     for step in (2, 10):
         trainer.train(range(1))

@@ -108,7 +108,9 @@ def imports(module: str) -> Callable[[str], bool]:
     ],
 )
 def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> None:
-    """Its packages are being imported, in which a KeyboardInterrupt may come out as anything, or it has begun to print."""
+    """An interrupt during imports, from which a KeyboardInterrupt may come out as anything, or at the first
+    output ends the command.
+    """
     if how == "script" and not SCRIPT.exists():
         pytest.skip("zerocast is not installed as a command")
     arguments = ["zerocast", "doctor"] if how == "python -m" else [str(SCRIPT), "doctor"]
@@ -205,7 +207,7 @@ def test_an_interrupt_that_a_library_takes_for_a_failure(
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
-    """A job of the background ignores it; only the main thread may set a handler."""
+    """A background job keeps ignoring the signal, and only the main thread may set a handler."""
     handler = signal.default_int_handler if in_thread else signal.SIG_IGN
     signal.signal(signal.SIGINT, handler)
 

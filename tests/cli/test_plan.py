@@ -64,7 +64,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
 
 
 def test_presets_are_what_transformers_builds():
-    """`python -m tests.cli.presets` writes what it finds there."""
+    """The presets are what `python -m tests.cli.presets` finds in transformers."""
     pytest.importorskip("transformers")
     made = importlib.import_module("tests.cli.presets")
     assert made.text() == PRESET_FILE.read_text()
@@ -80,7 +80,7 @@ def test_presets_are_what_transformers_builds():
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )
 def test_a_config_is_built_by_transformers(capsys, tmp_path, config, quantized):
-    """Its file and its folder. Routers, embeddings and heads stay as they are."""
+    """transformers builds a config from its file and its folder. Routers, embeddings and heads stay as they are."""
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = read_model(str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_config_without_transformers(capsys, tmp_path, monkeypatch):
 
 
 def test_typos_and_presets_are_answered_without_torch():
-    """torch takes seconds to import."""
+    """Typos and presets need no torch, which takes seconds to import."""
     statuses = {
         "llama3-8": 2,
         "llama3-8b --format nvfp": 2,
@@ -249,7 +249,7 @@ def test_moments_in_8_bits_are_what_was_planned(ranks):
 
 
 def test_momentum_in_8_bits_is_planned_with_its_scales():
-    """A byte an element, and four for each group: a row of 200 elements has two of them."""
+    """Momentum takes a byte an element, and four for each group: a row of 200 elements has two of them."""
     setup = Setup("zero2", 1, config=ZeroConfig(moment_dtype="8bit"), optimizer="muon")
     planned = footprint([Parameter("matrix", (512, 200), True)], "nvfp4", setup)
     assert planned.memory["moments"] == 512 * 200 + 512 * 2 * 4
@@ -287,7 +287,7 @@ def test_muon_is_planned_where_zerocast_owns_it(capsys):
 
 @pytest.mark.parametrize("fmt", ["nvfp4:exact_in_fp8", "mxfp4"])
 def test_operands_in_fp8_are_planned(fmt):
-    """A byte an element of what products read of a block at once, of one weight under ZeroAdamW, beside kept copies too."""
+    """Operands in FP8 take a byte an element of one block, of one weight under ZeroAdamW, beside kept copies too."""
     numel = 512 * 128
     copies = 2 * LAYERS * numel // 2
     for setup, expected in (
@@ -307,7 +307,7 @@ def test_stage_1_keeps_gradients():
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "fsdp2"])
 def test_quantized_gradients_halve_their_bytes(capsys, parallel):
-    """1.03 bytes an element in place of 2, and nothing else changes on the wire."""
+    """Quantized gradients take 1.03 bytes an element in place of 2, and nothing else changes on the wire."""
     arguments = ["plan", "llama3-8b", "--ranks", "8", "--parallel", parallel, "--json"]
     wires = []
     for options in ([], ["--grad-wire", "fp8_1x128"]):
@@ -452,7 +452,7 @@ def sent_by_fsdp(formats: tuple[str, ...], hidden: int, shape: tuple[int, ...] |
 
 @pytest.mark.parametrize(("hidden", "shape"), [(96, None), (160, (2, 2))], ids=["fsdp2", "hsdp"])
 def test_fsdp_sends_what_was_planned(ranks, hidden, shape):
-    """Calls and bytes of codes, scales, headers, cut amaxes and gradients on 3 ranks, and on 2x2 with replicas."""
+    """The plan agrees on codes, scales, headers, cut amaxes and gradients on 3 ranks, and on 2x2 with replicas."""
     world, shards = (3, 3) if shape is None else (4, 2)
     linear, plain = (
         {"up": (hidden, 128), "down": (128, hidden)},
@@ -512,7 +512,7 @@ def test_the_command(capsys, tmp_path, parallel):
 
 
 def test_a_sweep(capsys, tmp_path):
-    """Its numbers are those of single plans, and its table shows them."""
+    """The numbers of a sweep are those of single plans, and its table shows them."""
     command = ["plan", "llama3-8b", "--sweep"]
     with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
         assert main([*command, "--json", "--png", str(tmp_path / "sweep.png")]) == 0

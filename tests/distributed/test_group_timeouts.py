@@ -27,7 +27,7 @@ def timeouts(group: Any) -> set[timedelta]:
 
 @on_ranks(2)
 def test_the_timeout_is_passed_on() -> None:
-    """Timeouts of groups made after one with a timeout of its own, and after one whose timeout was changed later."""
+    """New groups have the timeout of the group that they are made after, also one that was changed later."""
     asked = dist.new_group(timeout=timedelta(seconds=17))
     found = [timeouts(Group.of(asked).duplicate(backend).handle) for backend in (None, "gloo")]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=19), asked)

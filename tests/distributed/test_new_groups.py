@@ -80,7 +80,7 @@ def test_ranks_in_unequal_numbers_of_groups(ranks: Ranks, case: Callable[[], Any
 
 @on_ranks(2)
 def test_nothing_but_the_group_is_left_behind() -> None:
-    """Nor a count on some ranks alone, after which torch's names of other groups would differ."""
+    """Nothing is left behind, not even a count on some ranks, by which torch's names of other groups would differ."""
     world = dist.distributed_c10d._world
     before = len(world.pg_names), world.group_count
     Group.of(None).duplicate()

@@ -150,7 +150,7 @@ def test_a_mistake_on_one_rank_is_named_on_all(world: int, mistake: str) -> None
 
 @pytest.mark.parametrize("world", worlds(2, 3, 4, slow=[MANY]))
 def test_three_small_collectives(world: int) -> None:
-    """More ranks than elements, too: some own nothing."""
+    """Three collectives suffice with more ranks than elements, too, of which some own nothing."""
     found, log = built(world, id, [])
     assert [kind for kind, _ in log] == ["max", "sum", "max"]
     assert max(nbytes for _, nbytes in log) < 300
@@ -168,7 +168,7 @@ def exchanged(spans_by_rank: Sequence[Sequence[Span]], items: Sequence[Item]) ->
 
 
 def test_what_ranks_exchange() -> None:
-    """Spans with odd ends of packed items, and all spans of items with gaps; an item without owner has none."""
+    """Ranks exchange the odd ends of packed items, and all spans of items with gaps. An item without owner has none."""
     items = [Item(16, 2, "packed"), Item(16, 1, "bytes"), Item(16, 1, "gaps"), Item(16, 1, "nobody's")]
     nothing = Span(0, 0)
     spans = [

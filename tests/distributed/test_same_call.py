@@ -226,8 +226,8 @@ def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
 @pytest.mark.parametrize("then", ["step", "verify"])
 @on_ranks(2)
 def test_a_step_for_which_ranks_are_not_ready(writers: tuple[int, ...], late: bool, then: str) -> None:
-    """Other code has written a parameter: all raise and none waits; nothing has changed where none was ready. On a GPU the
-    others are told by their next backward pass, whose reductions wait for all ranks.
+    """Other code has written a parameter: all ranks raise without waiting, and nothing changes if none was
+    ready. On a GPU the others are told by their next backward pass, whose reductions wait for all ranks.
     """
     trained = Trained()
     trained.step()

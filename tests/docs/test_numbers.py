@@ -49,7 +49,7 @@ def speed(rows: dict[str, list[str]], name: str) -> str:
 
 
 def test_training_steps() -> None:
-    """All rows of both columns: what is slow stays visible."""
+    """The page has all rows of both columns, so that slow ones stay visible."""
     sections = [steps_of("A: "), steps_of("C: ")]
     assert set(STEPS.values()) == sections[0].keys() | sections[1].keys()
     for name, row in STEPS.items():
@@ -74,7 +74,7 @@ COMPARED = {
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_the_table_of_the_first_page(name: str) -> None:
-    """Speed and memory of a step beside the final loss of the same recipe."""
+    """The table of the first page has the speed and memory of a step, and the final loss of the same recipe."""
     row, variant = COMPARED[name]
     steps = steps_of("A: ")
     milliseconds, *_, peak = steps[row]

@@ -66,7 +66,9 @@ def put(job: Job, out: Path, records: Sequence[Record]) -> None:
 
 
 def test_a_slice_sees_no_byte_twice() -> None:
-    """However the batches are cut; each seed has an order of its own, and the held-out text is no part of it."""
+    """A slice sees no byte twice, however batches are cut. Each seed has its own order, and the held-out text
+    is in none.
+    """
     corpus = Corpus(bytes(range(256)) * 80, 32)
 
     def seen(sequences: int, batches: int, seed: int = 0) -> list[bytes]:

@@ -25,7 +25,7 @@ def is_exact(scale: Fraction) -> bool:
 
 
 def test_every_product_is_an_e4m3_number() -> None:
-    """36 scales, 288 products; an eighth brings the largest, 384 * 6, to 288."""
+    """36 scales give 288 products. An eighth brings the largest, 384 * 6, to 288."""
     assert len(model.EXACT_SCALES) == 36
     assert all(is_exact(Fraction(scale) / 8) for scale in model.EXACT_SCALES)
     # No other scale of E4M3 from the smallest one on would do, whatever power of two it is divided by.
@@ -77,7 +77,7 @@ def test_the_decode_is_scale_times_tensor_scale() -> None:
 
 @pytest.mark.long_interpreted
 def test_hostile_tiles(backend_anywhere: str) -> None:
-    """Tiles of zeros, subnormals, one huge element or Inf, and tiles below the floor, on every backend as in the model."""
+    """Backends cast tiles of zeros, subnormals, one huge element or Inf, and tiles below the floor, like the model."""
 
     @strategies.examples(backend_anywhere)
     @given(data=st.data())

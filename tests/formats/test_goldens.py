@@ -106,7 +106,7 @@ def incumbent_exponents(amax: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_square_mxfp8_is_that_of_the_incumbent(backend_anywhere: str, dtype: torch.dtype) -> None:
-    """Codes, and both directions' scales with each of them repeated along its 32 rows or columns."""
+    """Codes agree, and so do both directions' scales, each repeated along its 32 rows or columns."""
     for rows, columns in ((64, 64), (96, 288), (352, 64)):
         master = torch.randn(rows, columns, generator=torch.Generator().manual_seed(9012)) * torch.logspace(
             -3, 3, columns

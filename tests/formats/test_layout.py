@@ -93,7 +93,7 @@ def test_amaxes_are_packed_without_padding(fmt: str, counts: tuple[int, int]) ->
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_padding_is_zero_or_one(fmt: str) -> None:
-    """1.0 in FP32 scales, 0 in bytes and amaxes."""
+    """Padding is 1.0 in FP32 scales, and 0 in bytes and amaxes."""
     for name, buffer in buffers(get_format(fmt), (160, 96), torch.bfloat16).items():
         if buffer is not None:
             scale = name.endswith("scale_inv") or name == "scale"

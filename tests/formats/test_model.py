@@ -73,7 +73,7 @@ def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
 
 
 def test_own_goldens_are_what_the_model_gives() -> None:
-    """The first entry of each format, and all of experts."""
+    """The first entry of each format, and all of experts, are what the model gives."""
     every = len(own_goldens.NOMINAL) * len(own_goldens.CONTENTS)
     of_matrices, of_experts = OWN[: every * len(own_goldens.CASES) : every], OWN[every * len(own_goldens.CASES) :]
     for (name, settings), golden in zip(own_goldens.CASES, of_matrices, strict=True):

@@ -208,7 +208,7 @@ def other_codes(trainee: Trainee) -> Any:
 @pytest.mark.parametrize("what", [masters_gone, rate_out_of_range, other_codes])
 @on_ranks(2)
 def test_a_rank_that_cannot_step(what: Callable[[Trainee], Any], times: int) -> None:
-    """All raise at the next forward pass, also after another captured step, of which rank 1 says why it takes none."""
+    """All ranks raise at the next forward pass, also after another captured step, for which rank 1 gives the reason."""
     trainee = Trainee(captured=True, formats=("nvfp4", DELAYED), moment_dtype="8bit")
     for number in range(3):
         trainee.step(number)

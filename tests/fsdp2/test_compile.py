@@ -59,7 +59,7 @@ def test_compiled_equals_eager(how: str, reshard: bool) -> None:
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 @on_ranks(2, timeout=600.0)
 def test_inductor(how: str) -> None:
-    """Inductor rounds otherwise between fused bf16 operators: close to eager, not equal."""
+    """Inductor rounds otherwise between fused bf16 operators, so results are close to eager and not equal."""
     (expected, _), (found, _) = losses("eager", "", True), losses(how, "inductor", True)
     assert found == pytest.approx(expected, rel=0.05)
 
@@ -76,7 +76,9 @@ class Layer(nn.Linear):
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_current", "mxfp8"])
 @on_ranks(2, timeout=300.0)
 def test_a_graph_of_several_layers(fmt: str, backend: str) -> None:
-    """The second and the third, whose inputs have gradients, share a graph. It takes the codes of each from its place."""
+    """The second and the third layer, whose inputs have gradients, share a graph. It takes the codes of each
+    from its place.
+    """
     torch._dynamo.reset()
     counters.clear()
     passes = []
@@ -100,7 +102,7 @@ def test_a_graph_of_several_layers(fmt: str, backend: str) -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=300.0)
 def test_inductor_of_slices() -> None:
-    """A DTensor over a quantized weight, whose format torch's own key of a graph does not tell."""
+    """Graphs of DTensors over quantized weights are compiled for each format, which torch's own key does not tell."""
     with fresh_inductor_cache():
         for fmt in ("mxfp8", "nvfp4", "fp8_current"):
             torch._dynamo.reset()

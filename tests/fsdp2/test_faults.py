@@ -74,7 +74,7 @@ def test_a_step_on_one_rank_in_debug_mode() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_steps_after_another_has_failed_partway() -> None:
-    """Its step does not complete the masters of the other one."""
+    """A step of the second optimizer does not complete the masters of the first."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
     named = dict(model.named_parameters())
     first, second = (FusedAdamW([p for name, p in named.items() if f"blocks.{i}" in name], lr=1e-2) for i in range(2))
@@ -88,7 +88,7 @@ def test_an_optimizer_steps_after_another_has_failed_partway() -> None:
 
 
 class SecondWrite(TorchDispatchMode):
-    """Memory runs out once the second parameter of a step of torch's AdamW was written."""
+    """A mode in which memory runs out after torch's AdamW has written the second parameter of a step."""
 
     written = 0
 
@@ -121,7 +121,7 @@ def test_torchs_step_that_raised_on_one_rank_in_debug_mode() -> None:
 
 
 def test_a_model_that_was_not_prepared_after_half_a_load() -> None:
-    """Moments that were loaded and parameters that were not are no state to save."""
+    """A state with loaded moments and parameters that were not loaded cannot be saved."""
     model = torch.nn.Linear(8, 8)
     state = fsdp2.TrainingState(model, torch.optim.AdamW(model.parameters()))
     saved = state.state_dict()
@@ -218,7 +218,7 @@ def test_all_ranks_are_told(optimizer: str, keep_codes: bool) -> None:
 
 @on_ranks(2)
 def test_a_load_and_verify_go_on() -> None:
-    """A load is what mends it, and `verify` counts it; neither is refused."""
+    """A load repairs the state, and `verify` counts it. Neither is refused."""
     run = Run("FusedAdamW", keep_codes=False)
     run.step()
     saved = {name: p.detach().full_tensor() for name, p in run.model.named_parameters()}

@@ -179,8 +179,8 @@ def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
 
 
 def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    """Where no amax is reduced, all ranks raise at once. Otherwise the rank that stepped reduces alone, until
-    the group's timeout.
+    """All ranks raise at once if no amax is reduced. Otherwise the rank that stepped reduces alone, until the
+    group's timeout.
     """
     for said, _ in ranks(2)(stepped_alone, "mxfp8", 64):
         assert "optimizer steps and zerocast.fsdp2.refresh must happen on all of them" in said

@@ -71,8 +71,8 @@ def by_fsdp2(path: str, moment_dtype: Any, shape: tuple[int, ...]) -> tuple[dict
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("shape", [models.slow((1,)), (3,), models.slow((2, 2))], ids=str)
 def test_steps_from_one_checkpoint(ranks: Ranks, tmp_path: Any, shape: tuple[int, ...], moment_dtype: Any) -> None:
-    """ZeroAdamW and FSDP2, the same injected gradients: equal masters, moments, delayed state,
-    hyperparameters and bytes.
+    """ZeroAdamW and FSDP2 have equal masters, moments, delayed state, hyperparameters and bytes after the same
+    gradients.
     """
     ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"), moment_dtype)
     for found, gathered in ranks(math.prod(shape))(by_fsdp2, str(tmp_path / "it"), moment_dtype, shape):
@@ -111,7 +111,7 @@ def two_optimizers(model: Any, optimizer: Any, step: int) -> None:
 
 
 class Kernel(torch.optim.Optimizer):
-    """Writes as a kernel of somebody's own does, past torch's dispatcher."""
+    """An optimizer that writes like a custom kernel, past torch's dispatcher."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -354,7 +354,7 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
 @pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)], ids=str)
 @on_ranks()
 def test_ranks_that_differ(shape: tuple[int, ...], world: int) -> None:
-    """The last one does something else than the others; over a mesh of replicas too, most of whose groups see no difference."""
+    """The last rank differs from the others, also over a mesh of replicas, most of whose groups see no difference."""
     model = models.sharded(
         Net(models.FEW, WIDTH, HIDDEN), mesh=models.mesh(shape, ("replicate", "shard")[-len(shape) :])
     )

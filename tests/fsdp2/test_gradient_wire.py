@@ -161,7 +161,7 @@ def one_layer(prepared: bool, policy: MixedPrecisionPolicy) -> Any:
 @pytest.mark.parametrize(("reduce_dtype", "nbytes"), [(BF16, 2), (FP32, 4), (None, 4 if FOLLOWS_MASTERS else 2)])
 @on_ranks(2)
 def test_bytes_of_a_reduction(prepared: bool, reduce_dtype: torch.dtype | None, nbytes: int) -> None:
-    """`reduce_dtype` says it, in any torch; without one they are FSDP2's, prepared or not."""
+    """`reduce_dtype` sets the bytes in any torch. Without one they are FSDP2's, prepared or not."""
     layer = one_layer(prepared, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     with Traffic() as seen:
         layer(models.batch(0, 96)).float().square().mean().backward()
@@ -191,8 +191,8 @@ def test_other_gradients_are_refused() -> None:
 @pytest.mark.parametrize(("dtype", "reduce_dtype"), [(BF16, FP32), (BF16, BF16), (FP32, FP32)])
 @pytest.mark.parametrize("ranks", [1, 2, 6])
 def test_bits_of_a_launch(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: int) -> None:
-    """Whole thread blocks, what is left of them, addresses that vectors cannot load, more gradients
-    than a launch takes, and one that is not contiguous.
+    """A launch gives the op's bits for whole thread blocks and rests, unaligned addresses, more gradients than
+    a launch takes, and one that is not contiguous.
     """
     shapes = [(12288, 64), (6, 5), (12,), (6, 2, 4), *[(6, 8)] * 70]
     values = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
@@ -213,7 +213,7 @@ def copies(gradients: list[Tensor], ranks: int, out: Tensor) -> None:
 
 
 def test_what_the_op_has_to_do() -> None:
-    """Rows that ranks do not share equally, other dtypes, another dimension and other backends."""
+    """The op has to lay out rows that ranks do not share equally, other dtypes, another dimension and other backends."""
     rows, memory = torch.ones(4, 6), torch.full((2, 12), torch.nan)
     assert not reduction.lay_out([rows], 0, 2, out=memory)
     with mock.patch.object(backends.load("cpu"), "lay_out", copies, create=True):
@@ -278,7 +278,7 @@ def gradients(rows: int, reduce_dtype: torch.dtype, wire: str | None, by_op: boo
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
 @pytest.mark.parametrize("rows", [96, 95])
 def test_gradients(ranks: Ranks, rows: int, reduce_dtype: torch.dtype, wire: str | None) -> None:
-    """Equal bits over each wire, also where rows are left over and the op has to do it."""
+    """Each wire gives the op's bits, also where rows are left over and the op has to do it."""
     ours, of_op = (ranks(2)(gradients, rows, reduce_dtype, wire, by_op)[0] for by_op in (False, True))
     assert (ours[1], of_op[1]) == (0 if rows == 96 else 2, 2)
     assert list(map(torch.equal, ours[0], of_op[0])) == [True] * 4

@@ -165,7 +165,7 @@ def test_a_master_is_saved_without_its_neighbours() -> None:
 
 @pytest.mark.parametrize("part", [1, 0.5, 1 / 3])
 def test_places_are_apart_and_few(part: float) -> None:
-    """Zeros, each with a version counter of its own, and none twice."""
+    """The places are zeros, each with a version counter of its own, and none is given twice."""
     generator = torch.Generator().manual_seed(0)
     sizes = {str(index): int(n) for index, n in enumerate(torch.randint(1, 5000, (100,), generator=generator))}
     memory = MasterMemory(sizes)

@@ -163,7 +163,7 @@ BREAK_ZERO: dict[str, Change] = {  # which FSDP2's optimizers take
 )
 @on_ranks()
 def test_states_that_do_not_fit(kind: str, world: int) -> None:
-    """They are refused on all ranks with nothing changed."""
+    """States that do not fit are refused on all ranks with nothing changed."""
     culprit, training = world - 1, Training(kind)
     training.step(0)
     before = training.contents()
@@ -191,7 +191,7 @@ FILES = (
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "FusedAdamW", models.slow("8-bit moments"), "AdamW"])
 @on_ranks(1)
 def test_files_that_do_not_fit(kind: str) -> None:
-    """They are refused with nothing changed."""
+    """Files that do not fit are refused with nothing changed."""
     for name in FILES:
         broken, training = Training(kind), Training(kind)
         broken.step(0)

@@ -44,7 +44,7 @@ def settled_bytes() -> int:
 )
 @on_ranks(2)
 def test_what_a_rank_holds(fmt: str, keep_codes: bool) -> None:
-    """Bytes an element of a rank's shard beyond plain FSDP2 between steps, and with plain masters alone."""
+    """A rank holds the planned bytes an element of its shard beyond plain FSDP2, which holds plain masters alone."""
     sizes = []
     for prepare in (False, True):
         before = settled_bytes()
@@ -67,7 +67,7 @@ def test_what_a_rank_holds(fmt: str, keep_codes: bool) -> None:
 
 @on_ranks(2)
 def test_peak_of_a_backward_pass() -> None:
-    """One block, however many there are: what FSDP2 prefetches on a CPU is in the collective's
+    """The peak is one block, however many there are: what FSDP2 prefetches on a CPU is in the collective's
     buffer until it is needed.
     """
     blocks = 5

@@ -105,7 +105,7 @@ def test_a_load_that_raises_half_way_is_told() -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @on_ranks(2)
 def test_states_of_torchs_calls(flat: bool) -> None:
-    """Another model's state, given by torch's calls, and the dtypes of moments in it."""
+    """torch's calls give another model's state, in which moments are FP32."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     pairs = []
     for steps in (range(3), range(5, 6)):

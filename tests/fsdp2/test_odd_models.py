@@ -19,7 +19,7 @@ from tests.workers import error_of, on_ranks
 
 
 class Experts(nn.Module):
-    """Four, of which two are used: FSDP2 takes for granted that they are the same ones on all ranks."""
+    """Four experts, of which two are used. FSDP2 assumes that these are the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Routed(nn.Module):
 
 
 class Attentive(nn.Module):
-    """A block is torch's own transformer layer."""
+    """A model whose block is torch's own transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()

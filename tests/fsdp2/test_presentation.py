@@ -77,7 +77,9 @@ def refusal(model: nn.Module, recipe: dict[str, str], present: Any) -> str:
 
 
 def test_what_cannot_be_presented_is_refused() -> None:
-    """A format that is not taken, by the name of the weight; a weight that two modules see as different tensors."""
+    """A format that is not taken is refused with the name of the weight, and so is a weight that two modules
+    see differently.
+    """
     model, made = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), Presenting()
     assert refusal(model, {"*.weight": "nvfp4"}, lambda *_: made) == "0.weight: no nvfp4 here"
     assert made.calls == []

@@ -44,7 +44,7 @@ def test_every_format(hidden: int, optimizer: str, keep_codes: bool) -> None:
 
 @on_ranks(3)
 def test_columns_of_any_number() -> None:
-    """Slices of 12 columns, and 20: no multiples of what a copy takes at once."""
+    """Shards of 12 columns, and of 20, are no multiples of what a copy takes at once."""
     matrices(("fp8_current", DELAYED, "identity"), 60, 36, "FusedAdamW", {"shard_placement_fn": columns})
 
 
@@ -61,7 +61,7 @@ def experts(formats: tuple[str, ...], optimizer: str) -> None:
 )
 @on_ranks()
 def test_fewer_experts_than_ranks(optimizer: str) -> None:
-    """Rows of every expert on each rank, and columns of every expert."""
+    """Each rank has rows of every expert in one weight, and columns of every expert in the other."""
     experts(EACH, optimizer)
 
 
@@ -105,5 +105,5 @@ def test_a_block_lies_in_one_slice(fmt: str, width: int, text: str) -> None:
 
 @on_ranks(2)
 def test_ranks_agree_on_placements() -> None:
-    """FSDP2 does not compare them, and would gather what belongs nowhere."""
+    """FSDP2 does not compare placements, and would gather what belongs nowhere."""
     assert "sharded along dimension 1" in refusal("nvfp4", second_on_rank_0, 96)

@@ -94,5 +94,5 @@ def test_beside_a_frozen_block(replicas: int) -> None:
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
 @on_ranks(4)
 def test_blocks_that_reach_over_what_is_not_sliced(fmt: str) -> None:
-    """A block of 128 rows over the 64 that there are, whose columns are in slices."""
+    """A block of 128 rows reaches over the 64 that there are, whose columns are in slices."""
     check({"blocks.*.weight": fmt}, 1, True, "", NARROW)

@@ -44,7 +44,7 @@ def outputs(model: Any) -> Tensor:
 @pytest.mark.parametrize("optimizer", ["FusedAdamW", "AdamW", models.slow("8-bit moments")])
 @on_ranks(*worlds(2, slow=[1, 3, 4]))
 def test_bytes_are_those_of_the_new_recipe(optimizer):
-    """Steps and switches; the bytes, and the outputs of a model that was prepared so from the same masters, at each."""
+    """A switched model has the bytes and outputs of one that was prepared with the recipe from the same masters."""
     model, adam = started(optimizer=optimizer)
     step = 0
     for name in ("bf16", "mixed", "begun"):
@@ -70,7 +70,7 @@ def test_before_the_first_pass():
 
 @on_ranks(2)
 def test_compiled_blocks_are_compiled_again():
-    """Blocks that were compiled before a switch, against eager ones of a fresh model."""
+    """Blocks that were compiled before a switch compute like eager ones of a fresh model."""
     model, adam = started(("nvfp4",))
     model.blocks[0].compile(backend="aot_eager")
     models.train(model, adam, range(1), WIDTH)

@@ -101,7 +101,7 @@ def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
 @pytest.mark.shows(host="FSDP2", parallel="tensor, replicas", formats=["nvfp4"], ranks=4)
 @on_ranks(4)
 def test_slices_in_replicas() -> None:
-    """Hybrid sharding over tensor parallelism: amaxes are reduced over one replica's slices."""
+    """Amaxes are reduced over one replica's slices in hybrid sharding over tensor parallelism."""
     slices("nvfp4", 192, replicas=2)
 
 
@@ -149,7 +149,9 @@ def test_slices_say_once_that_weight_gradients_are_nominal() -> None:
 
 @on_ranks(4)
 def test_one_reduction_for_all_slices() -> None:
-    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes, and a flag of each weight."""
+    """Without a cut (48 rows of `up` a rank and 64 of `down`) one reduction has two tensor amaxes, and a flag
+    of each weight.
+    """
     model = parallel("nvfp4")
     zerocast.fsdp2.refresh(model)
     with Traffic() as seen:

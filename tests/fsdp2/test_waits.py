@@ -107,7 +107,7 @@ READERS: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.parametrize("reader", READERS)
 @on_ranks(3)
 def test_a_disagreement_reaches_all_ranks_a_step_later(reader: str) -> None:
-    """Ranks disagree within a step, which says nothing: the reader after it raises, and not once a state was loaded."""
+    """A step in which ranks disagree does not raise. The reader after it does, and no reader after a load."""
     with as_on_a_gpu():
         model = models.sharded(Net(FORMATS, 64, 96))
         steps = models.OPTIMIZERS["FusedAdamW" if reader == "a step" else "AdamW"](model)
@@ -133,7 +133,7 @@ def unfit_masters(model: Any, optimizer: Any, folder: str) -> None:
 
 @on_ranks(2)
 def test_a_load_that_is_refused_leaves_a_disagreement(tmp_path: Path) -> None:
-    """Ranks disagree, and what is loaded then does not fit: what each load says, and a reader after it."""
+    """A load that does not fit raises, and the disagreement before it still reaches the next reader."""
     folder = str(tmp_path / "other")
     with as_on_a_gpu():
         smaller = models.sharded(Net(FORMATS, 32, 64))

@@ -56,7 +56,7 @@ def test_gathered_operands_are_aligned() -> None:
 @pytest.mark.parametrize("optimizers", [1, 3])
 @on_ranks(3)
 def test_one_reduction_a_step(optimizers: int) -> None:
-    """However many weights, formats and optimizers."""
+    """One reduction a step suffices for any number of weights, formats and optimizers."""
     model = models.sharded(Net(EACH, 128, 256))
     x = models.batch(0, 128)
     with torch.no_grad():

@@ -127,7 +127,7 @@ def test_sources(tmp_path: Path, seconds: float, kind: str) -> None:
 
 @pytest.mark.parametrize("seconds", LENGTHS)
 def test_manifests(tmp_path: Path, seconds: float) -> None:
-    """JSON of any shape where a manifest belongs."""
+    """A manifest may be JSON of any shape."""
     inner = st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4)),
         lambda one: st.one_of(st.lists(one, max_size=3), st.dictionaries(st.text(max_size=4), one, max_size=3)),

@@ -62,7 +62,7 @@ def _value(said: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 class Recorder:
-    """Listens to a run of pytest, and writes at its end."""
+    """A plugin that listens to a run of pytest, and writes at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

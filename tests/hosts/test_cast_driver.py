@@ -68,7 +68,9 @@ def test_a_step_casts_and_rounds_and_is_verified_by_name() -> None:
 
 
 def test_masters_of_any_shape_are_followed_to_other_memory() -> None:
-    """Written there, then seen by debug mode, verified and cast; what lay behind the old memory is of no interest any more."""
+    """Writes in a master's new memory are seen by debug mode, verified and cast. The old memory is of no
+    interest any more.
+    """
     host = Trained()
     host.masters = [master.view(32, 64) for master in host.masters]
     host.bias_master, host.bias = host.bias_master.view(2, 16), host.bias.view(2, 16)

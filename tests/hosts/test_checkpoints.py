@@ -70,7 +70,9 @@ def loaded(host: str, variant: str, folder: str) -> tuple[dict[str, Tensor], lis
     ],
 )
 def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, variant: str, before: int, after: int) -> None:
-    """Megatron's own checkpoints do that: tests/megatron/test_checkpoints.py."""
+    """Other numbers of ranks load a checkpoint. Megatron's own checkpoints do that in
+    tests/megatron/test_checkpoints.py.
+    """
     check_other_ranks(ranks, str(tmp_path), host, variant, before, after)
 
 
@@ -102,7 +104,7 @@ DELAYED = {"ZeroAdamW": "delayed", "FSDP2": "blocks.1.1.weight"}  # hosts with `
 
 
 def test_tools_without_zerocast_read_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    """Plain tensors under the fixed keys, in a process that cannot import zerocast."""
+    """A process that cannot import zerocast reads plain tensors under the fixed keys."""
     folders = {host: tmp_path / host / "step_00000003" for host in DELAYED}
     wanted = {host: ranks(3)(saved, host, find(host).VARIANTS[0], str(tmp_path / host))[0] for host in DELAYED}
     command = [sys.executable, "-I", "-c", OUTSIDER, str(Path(__file__).parents[2]), *map(str, folders.values())]

@@ -99,7 +99,9 @@ def before_collectives() -> list[Any]:
 
 @pytest.mark.parametrize(("host", "place"), before_collectives())
 class TestOfARankThatDies:
-    """The host runs ahead of the GPU and waits there; the watchdog of the process group ends the process after the timeout."""
+    """Tests of a host that runs ahead of the GPU and waits there. The watchdog of the process group ends the
+    process after the timeout.
+    """
 
     pytestmark = gpus(2)
 

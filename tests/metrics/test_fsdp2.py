@@ -106,7 +106,7 @@ def test_slices_add_up() -> None:
 
 @on_ranks(2)
 def test_steps_that_are_not_measured_do_nothing_more() -> None:
-    """Operators of two steps with a meter that does not measure them, and of two without."""
+    """Two steps with a meter that does not measure them call the same operators as two without."""
     seen = []
     for metered in (True, False):
         model = models.sharded(Net(("nvfp4",), 64, 96))

@@ -47,7 +47,7 @@ def test_every_so_many_steps_are_measured(ranks: Ranks) -> None:
 @pytest.mark.parametrize("options", [{}, {"overlap_all_gather": True}, {"grad_wire": "fp8_1x128"}], ids=str)
 @on_ranks(3)
 def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(options: dict[str, Any]) -> None:
-    """A sample, the bytes that the layout of its buckets makes, and the collectives beyond a step's own."""
+    """A sample has the bytes that the layout of its buckets makes, and costs one collective beyond a step's own."""
     config = ZeroConfig(**options)
     run = Run((*MIXED, Spec("scales are gathered too", (256, 128), "mxfp8")), config=config)
     trainer = Trainer(run)

@@ -96,7 +96,9 @@ def passes_after_a_change_on_one(grad: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_change_on_one_rank_raises_on_both_at_once(gpu_ranks, grad):
-    """The host reads a step late what ranks said of their bytes, and before the same cast on each; an evaluation in its pass."""
+    """The host reads what ranks said of their bytes a step late, before the same cast on each. An evaluation
+    reads it in its pass.
+    """
     first, second = gpu_ranks(2)(passes_after_a_change_on_one, grad, timeout=SECONDS)
     assert first == second
     assert first[0] == grad and "was changed on ranks [1] of its shard group and not on ranks [0]" in first[1]
@@ -243,7 +245,7 @@ def test_products_run_on_tensor_cores_compiled_too(gpu_ranks, hopper):
 
 @pytest.mark.parametrize("setting", ["replicas", "checkpointed"])
 def test_products_of_a_setting_run_on_tensor_cores(gpu_ranks, hopper, setting):
-    """Hybrid sharding, and blocks whose forward pass is recomputed: eager, and compiled by block."""
+    """Hybrid sharding, and blocks that are recomputed, multiply on tensor cores, eager and compiled by block."""
     runs = [gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, setting, timeout=SECONDS) for how in ("", "blocks")]
     assert_products(runs, tuple(PATHS), {"aten::_scaled_mm", "aten::_scaled_mm_v2"})
 

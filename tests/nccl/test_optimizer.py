@@ -41,7 +41,7 @@ RUNS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_step_gives_the_bits_of_the_reference(gpu_ranks, run, backend):
-    """Masters, moments, scales and live bytes, which are those of `reference.quantize` of the whole masters."""
+    """Masters, moments, scales and live bytes are the reference's, to the bit."""
     config = dataclasses.replace(run.config, backend=backend)
     on_gpus = dataclasses.replace(run, config=config, device="cuda")
     gpu_ranks(2)(check, on_gpus, timeout=CASE_SECONDS)
@@ -49,7 +49,7 @@ def test_every_step_gives_the_bits_of_the_reference(gpu_ranks, run, backend):
 
 @pytest.mark.parametrize("fmt", test_shared_amax.SHARING)
 def test_fused_weights_share_an_amax(gpu_ranks, fmt):
-    """The first cast is the reference's on the CPU, later ones are verified; under FSDP2 too."""
+    """The first cast is the reference's on the CPU, and later ones verify, under FSDP2 too."""
     gpu_ranks(2)(test_shared_amax.both, fmt, "cuda", timeout=CASE_SECONDS)
 
 

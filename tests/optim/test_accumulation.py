@@ -65,7 +65,7 @@ BY_TURNS = Run((Spec("w", (32, 64), "nvfp4", used="by turns"), Spec("b", (9,), u
 )
 @on_ranks(0, 2)
 def test_no_sync(passes, stage, run):
-    """Some passes and a step, beside the reference fed all of them in one round, or each in one."""
+    """Passes and a step agree with the reference, which gets all of them in one round, or each in one."""
     in_one_round = passes in (nested, never_synchronised)
     count = 3 if passes is synchronised_around else 2
     compared = Compared(dataclasses.replace(run, accumulate=count, stage=stage, no_sync=in_one_round))
@@ -113,7 +113,7 @@ def test_one_rank_without_gradients():
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_left_on_the_parameters(stage):
-    """A reduced gradient on every parameter, those that took no part included, until zero_grad."""
+    """Every parameter has a reduced gradient until zero_grad, even those that took no part."""
     trainer = Trainer(Run(stage=stage))
     trainer.probe.backward(1, 0)
     assert {type(p.grad) for p in trainer.probe.parameters()} == {ReducedGradient}
@@ -136,7 +136,7 @@ def test_closure():
 
 
 class Tripled(torch.autograd.Function):
-    """Its backward writes into the incoming gradient, a tensor that autograd also passes to the
+    """A function whose backward writes into the incoming gradient, a tensor that autograd also passes to the
     other operand of an addition.
     """
 
@@ -224,7 +224,7 @@ def shared(reentrant: bool | None, outer: bool, bottom: bool, bucket_size: int, 
 @pytest.mark.parametrize(("outer", "bottom"), [(False, False), (False, True), (True, False), (True, True)])
 @on_ranks(2)
 def test_a_gradient_in_pieces(outer, bottom, bucket_size, stage):
-    """The sum of all pieces, or an error on every rank: never a part of it."""
+    """A gradient that arrives in pieces is the sum of all pieces, or an error on every rank, and never a part of it."""
     wanted, found = (shared(reentrant, outer, bottom, bucket_size, stage) for reentrant in (None, True))
     if outer and (bucket_size == 1 or not bottom):
         assert "second gradient of inner.weight" in found
@@ -233,7 +233,7 @@ def test_a_gradient_in_pieces(outer, bottom, bucket_size, stage):
 
 
 class Dies(torch.autograd.Function):
-    """Passes its input on, and raises in the backward pass."""
+    """A function that passes its input on, and raises in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def grow(run: Run, steps: int = 6) -> Growing:
 @pytest.mark.parametrize("run", some(CONFIGS, "clipped, stage 1", "moments in 8 bits", "Muon"))
 @on_ranks(*worlds(3, slow=(1, 2)))
 def test_bits_of_one_process(run: Run) -> None:
-    """Masters, moments, step counts and bytes after each addition and each step."""
+    """Masters, moments, step counts and bytes are the reference's after each addition and each step."""
     assert len(grow(run).optimizer.param_groups) == 4
 
 
@@ -208,7 +208,7 @@ def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
 
 
 def test_groups_of_frozen_parameters() -> None:
-    """They keep the caller's numbers, as in the constructor."""
+    """Groups of frozen parameters keep the caller's numbers, as in the constructor."""
     trainer = Trainer(Run())
     parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
     trainer.optimizer.add_param_group({"params": [("late", parameter)]})

@@ -91,7 +91,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @on_ranks(2)
 def test_refused_on_every_rank_if_on_one():
-    """Rank 1 alone passes something wrong, or something else than the others."""
+    """A wrong argument on rank 1 alone, or one that differs from the others', is refused on every rank."""
     calls = {what: build for what, (build, *_) in BUILD.items()} | DIFFERENT
     for what, call in calls.items():
         message = error_of(call if dist.get_rank() == 1 else lambda: ZeroAdamW(linear().named_parameters()))
@@ -280,7 +280,7 @@ TORCHS_CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 @pytest.mark.parametrize("call", TORCHS_CALLS)
 def test_torchs_calls_for_states(call: str) -> None:
-    """They are refused with nothing changed."""
+    """Torch's calls for states are refused with nothing changed."""
     trainer = Trainer(Run())
     trainer.step(0)
     said = refused(trainer, lambda: TORCHS_CALLS[call](trainer.probe, trainer.optimizer))
@@ -296,7 +296,7 @@ def test_optimizers_are_not_copied(kind: str, copies: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon"])
 def test_defaults_are_complete(kind: str) -> None:
-    """They have all hyperparameters of the constructor, and so has each group."""
+    """The defaults have all hyperparameters of the constructor, and so has each group."""
     zero = build(kind, linear().named_parameters())
     options = inspect.signature(type(zero)).parameters
     hyperparameters = options.keys() - {"params", "group", "stage", "config"}

@@ -370,7 +370,9 @@ def test_a_swap_for_which_one_rank_is_not_ready(why, late):
 @pytest.mark.parametrize("how", ["decay", "reset"])
 @on_ranks(2)
 def test_ranks_that_average_otherwise(how):
-    """One rank averages otherwise: what the step says, or, since digests of 7 bits meet once in 128 calls, the one after it."""
+    """The step after one rank averages differently raises, or the one after it, since digests of 7 bits meet
+    once in 128 calls.
+    """
     trainer = Trainer(Run())
     ema = EMA(trainer.optimizer, 0.9)
     trainer.step(0)

@@ -59,7 +59,7 @@ def one_step(run: Run, clip: bool) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(2)
 def test_collectives_of_a_step(stage, bucket_size, buckets, overlap, clip):
-    """The bucket of mxfp8 gathers two directions. How many bytes: tests/cli/test_plan.py."""
+    """The bucket of mxfp8 gathers two directions. tests/cli/test_plan.py has the bytes."""
     config = ZeroConfig(bucket_size=bucket_size, overlap_all_gather=overlap)
     calls = one_step(Run(MODEL, options=(ADAM,), stage=stage, config=config), clip)
     assert calls == {"all-reduce": 2, "all-gather": buckets + 1, "reduce-scatter": buckets}
@@ -67,7 +67,7 @@ def test_collectives_of_a_step(stage, bucket_size, buckets, overlap, clip):
 
 @on_ranks(2)
 def test_deterministic_exchanges_in_their_place():
-    """An all-to-all a bucket for the reduce-scatter, an all-gather for the all-reduce of the norm."""
+    """An all-to-all replaces each bucket's reduce-scatter, and an all-gather the all-reduce of the norm."""
     config = ZeroConfig(bucket_size=4096, deterministic=True)
     calls = one_step(Run(MODEL, options=(ADAM,), config=config), True)
     assert calls == {"all-reduce": 1, "all-gather": 6 + 1 + 1, "all-to-all": 6}
@@ -131,7 +131,7 @@ def test_plain_parameters_are_gathered_first():
 
 @on_ranks(2)
 def test_reading_does_not_communicate():
-    """Collectives of a forward pass after the first one."""
+    """A forward pass after the first one has no collectives."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig(overlap_all_gather=True)))
     trainer.step(0)
     gradients = {spec.name: spec.gradient(0, 0) for spec in MODEL}
@@ -181,7 +181,7 @@ def model(fmt: str | None) -> nn.Sequential:
 @pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"grad_wire": "fp8_1x128"}], ids=str)
 @on_ranks(2)
 def test_the_first_reduction_starts_before_the_last_gradient_exists(fmt, how, stage):
-    """Gradients as autograd has them ready, and collectives, which are in one order on every rank."""
+    """Collectives start as gradients become ready, in one order on every rank."""
     layers, kind = model(fmt), "all-to-all" if how else "reduce-scatter"
     optimizer = ZeroAdamW(layers.named_parameters(), stage=stage, config=ZeroConfig(bucket_size=64 * 64, **how))
     with Traffic() as traffic:

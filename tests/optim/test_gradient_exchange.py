@@ -140,7 +140,7 @@ def test_a_step_holds_a_round_beside_the_shard(world: int, bucket_layers: int) -
 
 @on_ranks(3)
 def test_initial_values_are_sent_by_owner() -> None:
-    """One bucket holds all of them."""
+    """Initial values are sent in one bucket."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     with Traffic() as traffic:
         ZeroMuon([{"params": model.named_parameters(), "use_muon": True}])

@@ -91,8 +91,8 @@ def test_initial_values_are_dropped_once_there_are_masters():
 
 @on_ranks(2)
 def test_a_discarded_optimizer_holds_no_buckets_back():
-    """The reducer of one without references, before the garbage collector has seen it: beside a living one neither waits for its
-    reductions, and more buckets are on their way.
+    """An unreferenced optimizer that awaits garbage collection does not count. Beside a living one, reductions
+    are not waited for, and more buckets are in flight.
     """
     gc.disable()
     try:

@@ -116,8 +116,8 @@ def test_ranks_load_one_kind_of_moments():
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks(2)
 def test_a_rank_that_refuses_a_step_keeps_no_other_waiting(late):
-    """Rank 1 refuses it; once a state is loaded all is as without that step. No weight is cast. If `late`, others hear of the
-    problem after the step, as on a GPU, and reduce cut groups in it.
+    """Rank 1 refuses a step, and no weight is cast. Once a state is loaded, all is as without that step. If
+    `late`, others hear of the problem after the step, as on a GPU.
     """
     run = dataclasses.replace(EIGHT_BITS, specs=tuple(spec for spec in CUT if spec.fmt == PLAIN))
     trainer, whole = Trainer(run), Trainer(run)
@@ -138,7 +138,7 @@ def test_a_rank_that_refuses_a_step_keeps_no_other_waiting(late):
 
 
 def test_a_state_of_torchs_adamw_loads_into_8_bits():
-    """Its moments are rounded; zeros are where they were."""
+    """Moments of torch's AdamW are rounded, and zeros stay zeros."""
     trainer = Trainer(Run(config=EIGHT_BIT_MOMENTS))
     twins = {name: torch.nn.Parameter(value.clone()) for name, value in trainer.optimizer.state_dict()["model"].items()}
     adamw = torch.optim.AdamW(twins.values())

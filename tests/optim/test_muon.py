@@ -88,7 +88,7 @@ def test_equals_torch(options: dict[str, Any]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", RUNS)
 def test_on_a_gpu(name: str) -> None:
-    """One rank; the reference's torch.optim.Muon steps on the GPU too."""
+    """One rank on a GPU equals the reference, whose torch.optim.Muon steps on the GPU too."""
     check(dataclasses.replace(RUN, device="cuda", **RUNS[name]))
 
 
@@ -96,7 +96,7 @@ def test_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @on_ranks(2)
 def test_backends(backend: str) -> None:
-    """Adam's kernels, whose moments end where Muon's masters begin."""
+    """Each backend's kernels of Adam take moments that end where Muon's masters begin."""
     check(dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend)))
 
 
@@ -163,7 +163,7 @@ def test_refusals(case: str) -> None:
 
 
 def test_values_that_become_invalid() -> None:
-    """Refused before anything is written; `use_muon` is that of the beginning."""
+    """Invalid values, and a change of `use_muon`, are refused before anything is written."""
     trainer = Trainer(SMALL)
     trainer.backward(0)
     before, group = snapshot(trainer), trainer.optimizer.param_groups[0]

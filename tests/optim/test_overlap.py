@@ -180,9 +180,7 @@ def test_every_thread_waits(failing: bool) -> None:
 )
 @on_ranks(2)
 def test_a_thread_that_reads_within_a_step():
-    """A thread computes with a weight within a cast, and one reads all weights while the first gather begins; what the former
-    says.
-    """
+    """A thread that computes with a weight within a cast is refused. One that reads all weights during a gather waits."""
     eager = Trainer(Run(SPECS))
     eager.step(0)
     trainer, reduce, futures = Trainer(Run(SPECS, config=KEPT)), Group.all_reduce_max, []

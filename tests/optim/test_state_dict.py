@@ -102,7 +102,7 @@ def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
 
 @on_ranks(2)
 def test_shards_of_other_buckets_are_refused():
-    """The state of an optimizer with other buckets, handed over in memory."""
+    """The state of an optimizer with other buckets is refused in memory."""
     trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
     said = refused(trainer, lambda: trainer.optimizer.load_state_dict(other.optimizer.state_dict()))
     assert said.startswith("ValueError") and "sharded differently" in said
@@ -267,7 +267,9 @@ def test_an_optimizer_of_a_part_has_other_names() -> None:
 
 @on_ranks(1, 2)
 def test_a_full_state_is_copies() -> None:
-    """The next step leaves it as it is, and accelerate, which writes one of the tensors that share a storage, writes all."""
+    """A full state keeps its values in the next step. Its tensors share no storage, of which accelerate would
+    write only one.
+    """
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     zerocast.quantize_(model, {"*.weight": "nvfp4"}, dtype=FP32)
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=0.05)

@@ -104,7 +104,7 @@ def test_norms(run):
 @pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, False), slow(1, False), slow(2, True)])
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_clips_in_a_row(stage, foreach):
-    """Clips of both kinds one after the other and between backward passes: the differences from plain arithmetic on a twin."""
+    """Clips of both kinds in a row, and between backward passes, agree with plain arithmetic on a twin."""
     found: dict[str, float] = {}
 
     def run(what: str, limits: tuple[float, ...], first: tuple[bool, ...], again: bool) -> None:
@@ -197,7 +197,7 @@ CLIPS: dict[str, Callable[[Trainer], object]] = {
 
 @on_ranks(2)
 def test_one_collective_for_all_norms():
-    """All-reduces of a clip, and of it with the step, to which ours is no addition."""
+    """A clip has one all-reduce, and ours adds none to the step's."""
     counts = {}
     for how, clip in CLIPS.items():
         trainer = Trainer(Run(config=LIBRARY))
@@ -220,7 +220,7 @@ def test_one_collective_for_all_norms():
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(*worlds(2, slow=(1, 3)))
 def test_no_sync(stage):
-    """Inside it raises; after it a stock clip reduces first, as a step does."""
+    """A stock clip raises inside no_sync. After it the clip reduces first, as a step does."""
     ours, theirs = (Trainer(Run(stage=stage)) for _ in range(2))
     said = []
     for trainer in (ours, theirs):

@@ -83,7 +83,7 @@ def switch(compared: Compared, recipe: Recipe) -> None:
 
 @on_ranks(*worlds(1, 2, 3, slow=[5]))
 def test_bytes_are_those_of_a_run_that_starts_with_the_recipe():
-    """Steps, a switch, steps: always the reference's masters, moments, scales and bytes, by the same parameters."""
+    """Masters, moments, scales and bytes are the reference's after steps and switches, by the same parameters."""
     trainer = Compared()
     parameters = {name: id(parameter) for name, parameter in trainer.probe.named_parameters()}
     for number, name in enumerate(("bf16", "mixed", "fp8")):
@@ -215,7 +215,7 @@ def test_ranks_with_other_recipes():
 
 @on_ranks(2)
 def test_memory_that_runs_out_on_one_rank():
-    """While the new buffers are made: all ranks go back."""
+    """All ranks go back if one runs out of memory while the new buffers are made."""
     trainer = Compared()
     convert = trainer.optimizer._weights.convert
 

@@ -19,7 +19,7 @@ from zerocast.checkpoint import manifest
 
 
 class Runs:
-    """Creates a file where it is unpickled."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ def plant_beside_metadata(path: Path, trap: Path, planted: Any = None) -> None:
 
 
 class Reads:
-    """Reaches for what hangs off the classes that metadata may contain."""
+    """An object whose unpickling reaches for attributes of the classes that metadata may contain."""
 
     def __reduce__(self) -> Any:
         return getattr, (Metadata, "__init__")
@@ -114,7 +114,7 @@ def test_nothing_runs(ranks, tmp_path, plant):
 
 
 class AsPython311(pickle.Pickler):
-    """Pickles members of an enumeration as Python 3.11.0 to 3.11.3 do."""
+    """A pickler of members of an enumeration as in Python 3.11.0 to 3.11.3."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented

@@ -188,7 +188,7 @@ def test_every_backend_gives_the_bits(backend, config):
 
 @pytest.mark.parametrize(("config", "adam"), [(DETERMINISTIC, "adam"), (EIGHT_BIT_MOMENTS, "adam_8bit")], ids=str)
 def test_masters_are_updated_and_measured_in_one_pass(config, adam):
-    """An op a format and dtype: Adam with amaxes and codes where scales are local, with amaxes for the rest."""
+    """Each format and dtype has one op: Adam with amaxes and codes where scales are local, with amaxes for the rest."""
     trainer = Trainer(Run(config=config))
     trainer.step(0)
     trainer.backward(1)
@@ -279,7 +279,7 @@ def distance(found: Tensor, wanted: Tensor, lr: float) -> float:
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_reference_is_within_ulps_of_torch(fused, max_norm):
-    """Distances of its masters after a first step, and after 20. Runs have its bits on any ranks."""
+    """The reference's masters are near torch's after a first step, and after 20. Runs have its bits on any ranks."""
     reference, twins = Undistributed(OF_TORCH), {spec.name: nn.Parameter(spec.initial()) for spec in OF_TORCH}
     groups = [{"params": [twins[s.name] for s in OF_TORCH if s.group == i], **o} for i, o in enumerate(TWO_GROUPS)]
     oracle = torch.optim.AdamW(groups, fused=fused, foreach=False)

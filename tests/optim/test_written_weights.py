@@ -143,7 +143,7 @@ def test_debug_mode_sees_what_no_counter_does():
 
 
 def test_bf16_values_are_compared_bit_by_bit():
-    """NaN is a value like others: a move is no write."""
+    """NaN is a value like others, so that a move is no write."""
     parameter = nn.Parameter(torch.full((4,), float("nan"), dtype=BF16))
     optimizer = ZeroAdamW([("p", parameter)])
     parameter.data = parameter.data.clone()

@@ -74,7 +74,7 @@ def test_options(options: tuple[str, ...], tmp_path: Path) -> None:
     host="torchtitan", parallel="context", formats=["nvfp4", "fp8_block", "mxfp8", "fp8_current"], ranks=2
 )
 def test_context_parallelism(tmp_path: Path) -> None:
-    """Torch's own, which sends keys and values round: FSDP2 shards over the ranks of one sequence."""
+    """Torch's context parallelism sends keys and values round, and FSDP2 shards over the ranks of one sequence."""
     check_trained(Case(MIXED, options=("--parallelism.context_parallel_degree=2",)), tmp_path)
 
 
@@ -94,7 +94,9 @@ def test_tensor_parallelism(options: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_the_launch_line(tmp_path: Path) -> None:
-    """torchtitan's own entry, with the module that README.md names; `tests.torchtitan.corpus` stands for a data set."""
+    """torchtitan's own entry runs with the module that README.md names. `tests.torchtitan.corpus` stands for a
+    data set.
+    """
     command = [*LAUNCHER, "2", "-m", "torchtitan.train", *Case().arguments(str(tmp_path))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     if "No module named 'datasets'" in done.stderr:

@@ -127,7 +127,7 @@ def test_converting_twice_and_another_model() -> None:
 
 
 def test_experts_one_by_one() -> None:
-    """The products of experts that torchtitan takes in a loop, where the GPU has no grouped ones."""
+    """Experts in a loop, which torchtitan uses without grouped products, give the products of grouped ones."""
     experts = GroupedExperts(dim=32, hidden_dim=32, num_experts=2, use_grouped_mm=False).bfloat16()
     with torch.no_grad():
         experts.init_weights(0.1)

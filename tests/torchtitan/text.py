@@ -10,7 +10,7 @@ TEXT = " ".join(f"{a} times {b} is {a * b}." for a in range(2, 20) for b in rang
 
 
 class Text(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
-    """Other places of the text on every rank, and where the next sequence begins."""
+    """The text from another place on every rank, and the place where the next sequence begins."""
 
     def __init__(self, rank: int, length: int) -> None:
         self._tokens, self._length, self._start = torch.tensor(list(TEXT)), length, 131 * rank

@@ -134,7 +134,7 @@ def test_transformers(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_nobody_would_reduce_is_refused(trainer: str, tmp_path: Path) -> None:
-    """Parameters of a quantized model that no ZeroAdamW has."""
+    """Parameters of a quantized model that no ZeroAdamW trains are refused."""
     if trainer == "transformers":
         pytest.skip("its backward pass is accelerate's")
     for of_rank in launched(["tests.trainers.unreduced", trainer], tmp_path / "refused", 2):

@@ -136,7 +136,7 @@ def adapters_of_peft() -> Any:
 
 
 def test_adapters_of_peft(tmp_path: Path) -> None:
-    """Trained, saved and resumed by the Trainer; `from_pretrained` of peft reads what it saves."""
+    """The Trainer trains, saves and resumes adapters, and `from_pretrained` of peft reads what it saves."""
     whole = trainer_of(tmp_path / "whole", adapters_of_peft(), save_steps=2)
     whole.train()
     trained = {name for group in whole._zero().param_groups for name in group["param_names"]}
@@ -210,7 +210,7 @@ def test_torch_compile(tmp_path: Path, ordinary: list[float], backend: str) -> N
 
 
 def test_device_map(tmp_path: Path, ordinary: list[float]) -> None:
-    """One device for the whole model. Over several, and where layers are offloaded, there is no one device for masters."""
+    """The whole model may have one device. Over several, or with offloaded layers, there is no one device for masters."""
     plain_model().save_pretrained(tmp_path / "plain")
 
     def read(device_map: Any) -> Any:
