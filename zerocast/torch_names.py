@@ -79,6 +79,7 @@ FSDP2 = (
     PrivateName("_DisableTorchDispatch", "torch._C", "the same", "a documented context"),
     PrivateName("_fully_shard", _FSDP, "the modules below", "public names of them"),
     PrivateName("_fsdp_collectives", f"{_FSDP}._fully_shard", "put the default reduce-scatter back", "a reset"),
+    PrivateName("_fsdp_common", f"{_FSDP}._fully_shard", "whether a gather is for a forward pass", _GROUPS),
     PrivateName("_fsdp_param", f"{_FSDP}._fully_shard", "gather all weights of a group in one call", _EXTENSIONS),
     PrivateName("_sharded_local_tensor", "", "the master behind an FSDPParam", _EXTENSIONS),
     PrivateName("_unsharded_param", "", "the parameter that modules see", _EXTENSIONS),

@@ -297,8 +297,7 @@ def evaluated(model: Any) -> Callable[[], object]:
 
 
 @pytest.mark.notices(
-    "a master, or a plain parameter that is gathered with quantized weights, is written on all ranks while it is gathered, or "
-    "while its gather is on its way",
+    "a master or a plain parameter is written on all ranks while it is gathered, or while its gather is on its way",
     where="FSDP2",
     answer="the next forward pass of the model gathers again; of a module in it, a quantized weight raises",
 )
@@ -343,13 +342,17 @@ class Scaled(Net):
         return super().forward(x * self.scale)
 
 
+@pytest.mark.parametrize("only_plain", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
 @on_ranks(2)
-def test_a_root_of_plain_parameters_is_gathered_again_with_its_blocks() -> None:
-    model = models.sharded(Scaled(REFRESHED, 64, 96), reshard_after_forward=False)
+def test_a_root_of_plain_parameters_is_left_gathered(reshard: bool, only_plain: bool) -> None:
+    model = models.sharded(Scaled(REFRESHED, 64, 96), reshard_after_forward=reshard)
+    model.set_reshard_after_forward(False, recurse=False)
     models.forward(model)
     with torch.no_grad():
         for parameter in models.held(model):
-            parameter.mul_(3.0)
+            if not (only_plain and parameter.dim() > 1):
+                parameter.mul_(3.0)
     check_fresh(model)
 
 

@@ -309,13 +309,14 @@ class CastManager:
         plan.param_groups.before_forward(plan.model)
         groups = plan.param_groups
         begun = groups.begun()
-        for group in begun:
-            group.mark_plain_writes()
+        plain_written = any(map(torch_fsdp.has_plain_writes, begun))
         is_written = False
-        if groups.left_gathered(begun, plan.model):
-            if plan.has_moved():
-                for weight in self.weights:
-                    weight.mark_written()
+        left_gathered = groups.left_gathered(begun, plan.model)
+        # Weights report writes to plain parameters too, which have no header.
+        if plain_written or (left_gathered and plan.has_moved()):
+            for weight in self.weights:
+                weight.mark_written()
+        if left_gathered:
             is_written = plan.exchange_statuses()
             for weight in self.weights:
                 weight.mark_readable()

@@ -28,10 +28,6 @@ class ParamGroup:
     Attributes:
         names: the names of its prepared weights, in the order of its gather. A weight's `index` is
             its index.
-        is_of_this_pass: True from the moment that a forward pass of its module gathers it until
-            that pass compares what is gathered. It is read of the groups of the prepared model
-            itself, which FSDP2 gathers just before that.
-        plain_versions: the version counters of its plain parameters when the last gather was sent.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
         metadata: the gathered bytes other than codes. None before the first gather, and after a
@@ -54,12 +50,8 @@ class ParamGroup:
         self._group: Callable[[], Any] = weakref.ref(group)
         self._covers_group = torch_fsdp.take_over_group(group, self, [param for _, param in members])
         self._status = status
-        prepared = [param for _, param in members]
-        self._plain = [weakref.ref(param) for param in group.fsdp_params if param not in prepared]
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
-        self.is_of_this_pass = True
-        self.plain_versions: list[int] = []
         self.sent = -1
         self._last_index = len(members) - 1
         for index, (weight, param) in enumerate(members):
@@ -92,15 +84,6 @@ class ParamGroup:
         return bool(self._group().is_unsharded)
 
     @property
-    def is_begun(self) -> bool:
-        """True from the start of a gather until its weights are freed."""
-        return self.is_unsharded or self._group()._all_gather_result is not None
-
-    def is_any_of(self, groups: Sequence[Any]) -> bool:
-        """Return whether it is one of these FSDPParamGroups."""
-        return self._group() in groups
-
-    @property
     def replicas(self) -> Group:
         """The ranks that have the same shards."""
         return Group.of(torch_fsdp.replicas(self._group()) or ONE_PROCESS)
@@ -117,10 +100,6 @@ class ParamGroup:
     def check_masters(self) -> None:
         """Raise RuntimeError if something has replaced a master by a plain tensor."""
         assert all(weight.local is not None for weight in self.weights)
-
-    def gather_again(self) -> None:
-        """Free the weights and gather them again in the same memory."""
-        torch_fsdp.gather_again(self._group())
 
     # -- sent
 
@@ -163,27 +142,6 @@ class ParamGroup:
         outputs = [[next(buffers) for _ in parts] for parts in self._outgoing]
         torch_fsdp.free([memory])
         torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
-
-    def note_plain_writes(self) -> None:
-        """Called before FSDP2 sends the plain parameters, with the bytes of the weights."""
-        self.plain_versions = self._count_plain_writes()
-
-    def _count_plain_writes(self) -> list[int]:
-        """Return the version counters of the parameters that are gathered beside the weights.
-
-        Autograd counts writes to the parameter and writes to its local tensor apart.
-        """
-        parameters = [param.sharded_param for reference in self._plain if (param := reference()) is not None]
-        tensors = [tensor for parameter in parameters for tensor in (parameter, parameter._local_tensor)]
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-    def mark_plain_writes(self) -> None:
-        """If plain parameters were written since the last gather was sent, report the weights as
-        written, so that all is gathered again.
-        """
-        if self._count_plain_writes() != self.plain_versions:
-            for weight in self.weights:
-                weight.mark_written()
 
     def pop_outgoing(self, index: int) -> list[Tensor]:
         """Return the tensors that the current gather sends of the weight at `index`, or of all as
@@ -237,7 +195,7 @@ class ParamGroup:
         gathered_together([weight.validity for weight in weights])
         # A backward pass within which optimizers step reads the weights of its forward pass.
         if not weights[0].manager.plan.param_groups.step_goes_on:
-            plain_written = self._count_plain_writes() != self.plain_versions
+            plain_written = torch_fsdp.has_plain_writes(self._group())
             for weight, sent in zip(weights, self._statuses, strict=True):
                 # Something was written while these bytes were on their way.
                 if plain_written or (weight.is_written and sent is ShardStatus.CLEAN):
@@ -312,6 +270,8 @@ class ParamGroups:
 
     def __init__(self) -> None:
         self.prepared: list[ParamGroup] = []
+        # These groups, and those without prepared weights of any model.
+        self._noted: list[weakref.ref[Any]] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
@@ -324,6 +284,10 @@ class ParamGroups:
         self._groups = list(map(weakref.ref, groups))
         members = [(group, prepared_params(group, weights)) for group in groups]
         self.prepared = [ParamGroup(group, params, status) for group, params in members if params]
+        plain = list(filter(torch_fsdp.is_plain, groups))
+        for group in plain:
+            torch_fsdp.note_gathers(group, [], False)
+        self._noted = [weakref.ref(group) for group, params in members if params or group in plain]
 
     @property
     def _fsdp_groups(self) -> list[Any]:
@@ -332,37 +296,33 @@ class ParamGroups:
 
     # -- groups that are left gathered
 
-    def begun(self) -> list[ParamGroup]:
+    def begun(self) -> list[Any]:
         """Return the groups that are gathered, or whose gather has begun: the same on all ranks."""
-        return [group for group in self.prepared if group.is_begun]
+        groups = [reference() for reference in self._noted]
+        return [group for group in groups if group is not None and group.is_begun]
 
-    def left_gathered(self, begun: Sequence[ParamGroup], model: nn.Module) -> bool:
+    def left_gathered(self, begun: Sequence[Any], model: nn.Module) -> bool:
         """Return whether any of the groups was gathered before this forward pass of `model`, whose
         own weights FSDP2 has gathered by now.
         """
         of_model = list(torch_fsdp.groups_at(model))
-        left = [
-            group for group in begun if group.is_unsharded and not (group.is_of_this_pass and group.is_any_of(of_model))
-        ]
+        left = [group for group in begun if group.is_unsharded and not (group.is_of_this_pass and group in of_model)]
         for group in begun:
             group.is_of_this_pass = False
         return bool(left)
 
-    def gather_old_again(self, begun: Sequence[ParamGroup], cast: int, is_written: bool) -> None:
-        """Gather those of the groups again whose bytes are of another cast than number `cast`, or
-        all if masters were written since, and with them the groups without prepared weights. Drops
-        such gathers of a pass that failed.
+    def gather_old_again(self, begun: Sequence[Any], cast: int, is_written: bool) -> None:
+        """Gather the groups again if parameters were written since, or if the bytes of any are of
+        another cast than number `cast`. Drops gathers of a pass that failed.
         """
-        old = [group for group in begun if is_written or group.sent != cast]
-        if not old:
+        sent = [group.weights().sent for group in begun if isinstance(group, torch_fsdp.GroupOfWeights)]
+        if not is_written and all(number == cast for number in sent):
             return
         torch_fsdp.discard_gathers(self._fsdp_groups)
-        for group in old:
+        for group in begun:
             if group.is_unsharded:
-                group.gather_again()
-        for plain in self._fsdp_groups:
-            if plain.is_unsharded and not any(group.is_any_of([plain]) for group in self.prepared):
-                torch_fsdp.gather_again(plain)
+                torch_fsdp.gather_again(group)
+                group.is_of_this_pass = False
 
     def free(self) -> None:
         """Free all groups that are gathered, so that the next forward pass gathers them again."""

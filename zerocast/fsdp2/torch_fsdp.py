@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
@@ -245,7 +246,58 @@ def take_over_param(param: Any) -> None:
         param.seen_as = list(zip(modules, names, strict=True))
 
 
-class GroupOfWeights(FSDPParamGroup):
+class NotedGroup(FSDPParamGroup):
+    """An FSDPParamGroup in a prepared model. It notes when its gathers begin.
+
+    Attributes:
+        plain_params: its FSDPParams without prepared weights.
+        plain_versions: the version counters of their parameters when the last gather began.
+            Autograd counts writes to a parameter and writes to its local tensor apart.
+        is_of_this_pass: True from the moment that a forward pass of its module gathers it until
+            that pass compares what is gathered. It is read of the groups of the prepared model
+            itself, which FSDP2 gathers just before that.
+    """
+
+    plain_params: list[Any]
+    plain_versions: list[tuple[int, int]]
+    is_of_this_pass: bool
+
+    @property
+    def is_begun(self) -> bool:
+        """True from the start of a gather until its parameters are freed."""
+        return self._all_gather_result is not None or self.is_unsharded
+
+    def count_plain_writes(self) -> list[tuple[int, int]]:
+        """Return the version counters of the plain parameters. Empty if they were made in inference
+        mode, where writes are not counted.
+        """
+        try:
+            return [*map(_plain_versions, self.plain_params)]
+        except RuntimeError:
+            return []
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin a gather, unless one has begun."""
+        if self._all_gather_result is None and not self.is_unsharded:
+            self.is_of_this_pass = self._training_state is TrainingState.FORWARD
+            self.plain_versions = self.count_plain_writes()
+        super().unshard(async_op)
+
+
+_plain_versions = operator.attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
+
+
+def note_gathers(
+    group: Any, prepared: Sequence[Any], is_of_this_pass: bool, kind: type[NotedGroup] = NotedGroup
+) -> None:
+    """Replace the class of an FSDPParamGroup, some of whose FSDPParams are `prepared`."""
+    group.__class__ = kind
+    group.plain_params = [param for param in group.fsdp_params if param not in prepared]
+    group.plain_versions = group.count_plain_writes()
+    group.is_of_this_pass = is_of_this_pass
+
+
+class GroupOfWeights(NotedGroup):
     """An FSDPParamGroup of prepared weights. It notifies `weights`, a weak reference to their
     ParamGroup, when their products of a pass have ended.
 
@@ -266,13 +318,6 @@ class GroupOfWeights(FSDPParamGroup):
     each: list[Any]
     prepared: Sequence[Any]
     merged_params: list[Any]
-
-    def pre_forward(self, *arguments: Any) -> Any:
-        """Gather the weights before a forward pass of their module, unless they are gathered."""
-        weights = self.weights()
-        if weights is not None and not weights.is_begun:
-            weights.is_of_this_pass = True
-        return super().pre_forward(*arguments)
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin a gather, unless one has begun. Raises RuntimeError for a master that something has
@@ -368,12 +413,24 @@ def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
     prepared = [param for param in group.fsdp_params if hasattr(param._sharded_local_tensor, "weight")]
     _, *others = params
     placements = {param: param.fsdp_placement for param in prepared if param.fsdp_placement.dim}
-    group.__class__ = GroupOfInnerShards if placements else GroupOfWeights
+    # This is its first gather, which has begun.
+    note_gathers(group, prepared, True, GroupOfInnerShards if placements else GroupOfWeights)
     group.placements = placements
     group.each, group.prepared = group.fsdp_params, params
     group.merged_params = [param for param in group.each if param not in others]
     group.weights = weakref.ref(weights)
     return len(prepared) == len(params)
+
+
+def is_plain(group: Any) -> bool:
+    """Return whether an FSDPParamGroup has no weight that any model has prepared."""
+    return not any(hasattr(param._sharded_local_tensor, "weight") for param in group.fsdp_params)
+
+
+def has_plain_writes(group: Any) -> bool:
+    """Return whether plain parameters of a NotedGroup were written since its last gather began."""
+    written: bool = group.count_plain_writes() != group.plain_versions
+    return written
 
 
 def gather_into(params: Iterable[Any], outputs: Iterable[Sequence[Tensor]], memory: Tensor) -> None:

@@ -383,7 +383,6 @@ class FSDPWeight:
     def begin_gather(self, device: torch.device) -> None:
         """Called with the first weight of a gather, before FSDP2 takes the bytes of any."""
         self.manager.before_gather()
-        self.group.note_plain_writes()
         self.group.begin_gather(self.manager.plan.generation, device)
 
     def receive_first(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
