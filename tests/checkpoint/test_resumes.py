@@ -1,6 +1,7 @@
 """A resume is the run: every kind of small model, killed and resumed with a fresh initialisation, equals the run that goes on."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.fsdp2.models import slow
 from tests.optim.runs import rank
 from tests.workers import on_ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, fsdp2, quantize_
@@ -55,6 +57,7 @@ def plain() -> nn.Module:
 
 
 RECIPES = {"frozen plain": "[02].weight", "tied": "*er.weight", "buffers": "*t.weight"}
+FORMATS = ("nvfp4", "mxfp8", "fp8_delayed", "fp8_block")
 KINDS = ("plain", "frozen plain", "frozen quantized", "buffers", "tied")
 
 
@@ -127,14 +130,15 @@ def check(make: Callable[[int], Any], folder: Path, asynchronous: bool = False) 
     assert_equal(again.state(), run.state())
 
 
-@pytest.mark.parametrize(
-    ("kind", "fmt", "given"),
-    [
-        (kind, fmt, ("trained", "all")[(row + column) % 2])  # each with every kind and with every format
-        for row, kind in enumerate(KINDS)
-        for column, fmt in enumerate(("nvfp4", "mxfp8", "fp8_delayed", "fp8_block"))
-    ],
-)
+def cells() -> Iterator[Any]:
+    """Yield every kind with every format, alternately given all parameters and those that are trained; the others are slow."""
+    for (row, kind), (column, fmt) in itertools.product(enumerate(KINDS), enumerate(FORMATS)):
+        quick, other = ("trained", "all") if (row + column) % 2 else ("all", "trained")
+        yield kind, fmt, quick
+        yield slow(kind, fmt, other)
+
+
+@pytest.mark.parametrize(("kind", "fmt", "given"), cells())
 def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
     check(lambda seed: OwnLoop(kind, fmt, seed, given), tmp_path, asynchronous=fmt == "nvfp4")
 
