@@ -88,14 +88,15 @@ def bytes_of(weight: QuantizedWeight) -> Bytes:
 
 def unsharded(fmt: str, master: Tensor, nominal: torch.dtype, scale: float = 1.0) -> Bytes:
     """Return the bytes that a cast must leave, computed without a plan, shard or descriptor."""
-    values = master.float()
-    return dict(_unsharded(fmt, raw(values).tobytes(), tuple(values.shape), nominal, scale))
+    return dict(_unsharded(fmt, raw(master).tobytes(), master.dtype, tuple(master.shape), nominal, scale))
 
 
 # Runs that differ in what must change no bit cast the same values again and again.
 @functools.lru_cache(1024)
-def _unsharded(fmt: str, values: bytes, shape: tuple[int, ...], nominal: torch.dtype, scale: float) -> Bytes:
-    master = torch.from_numpy(np.frombuffer(values, np.float32).copy()).view(shape)
+def _unsharded(
+    fmt: str, master_bytes: bytes, dtype: torch.dtype, shape: tuple[int, ...], nominal: torch.dtype, scale: float
+) -> Bytes:
+    master = torch.from_numpy(np.frombuffer(master_bytes, np.uint8).copy()).view(dtype).view(shape)
     quantized = reference.quantize(zerocast.get_format(fmt), master, nominal, torch.tensor([scale]))
     held = {name: getattr(quantized, name) for name in CAST_BUFFERS}
     found = {name: raw(tensor) for name, tensor in held.items() if tensor is not None}
