@@ -15,8 +15,6 @@ CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.c
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
 
-# The processes of a run import the same modules: the first that compiles one keeps it for the others.
-export PYTHONDONTWRITEBYTECODE :=
 # Three processes on two cores: each waits a part of its time for ranks and for commands that it starts.
 # HOSTS= leaves out what other packages are needed for; OPTIONS are pytest's.
 SUITE := -m "not slow" --numprocesses 3 --dist loadfile

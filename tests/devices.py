@@ -1,4 +1,4 @@
-"""Backends where they work: their stages on CPU tensors, whatever device they are for."""
+"""The backends that work here, with tensors of a CPU also for those that are made for GPUs."""
 
 import contextlib
 import os

@@ -81,7 +81,7 @@ def emulated(
     dtype: torch.dtype,
     swizzle: Any = (),
 ) -> Tensor:
-    """Emulate `zerocast.gemm.torch_api.scaled_mm`."""
+    """Emulate `zerocast.gemm.torch_api.scaled_mm` by the product of decoded operands."""
     assert a.is_contiguous()
     left = decoded(a, a_scale, a_scaling, list(swizzle), second=False)
     right = decoded(b.t(), b_scale, b_scaling, list(swizzle), second=True)

@@ -261,6 +261,25 @@ def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
 FREE = {("quantize_gradient", 0), ("add_gradients", 4)}
 
 
+def test_a_table_remembers_the_memory_of_its_bases() -> None:
+    """A base that has other memory is described again, and so is a list of another role."""
+    base, table = torch.zeros(64), torch.zeros(1, 1, dtype=torch.int64)
+    checks.know(table, {"masters": [base]})
+
+    def described(tensor: Tensor, name: str = "masters") -> extension.Memories:
+        (memory,) = extension.memory_of_lists([[tensor]], [name], table)
+        return memory
+
+    known = described(base)
+    assert known == ([base.data_ptr()], "float32", [256])
+    assert described(base) is known
+    assert described(base.view(torch.int32), "grads") == ([base.data_ptr()], "int32", [256])
+    other = torch.zeros(32)
+    assert described(other) == ([other.data_ptr()], "float32", [128])
+    base.untyped_storage().resize_(0)
+    assert described(base)[0] == [base.data_ptr()] != known[0]
+
+
 @pytest.mark.parametrize("call", calls_without_a_table(), ids=lambda call: call[0])
 def test_tensors_without_a_table(call: tuple[str, tuple[Any, ...]]) -> None:
     """Through the backend too, which takes tensors."""

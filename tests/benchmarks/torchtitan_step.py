@@ -43,7 +43,7 @@ class Recorded:
         self.logs.append(metrics)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: torchtitan closes its logger at the end of a run."""
 
 
 def register(layers: int, vocabulary: int) -> None:

@@ -36,7 +36,7 @@ def test_no_weights_is_no_work() -> None:
 
 
 def test_a_frozen_weight_needs_no_master(backend: str) -> None:
-    """A frozen weight is cast once, by whoever has its values, and left alone after that."""
+    """A frozen weight is cast before the plan is built. The plan never writes it."""
     frozen, trained = (casts.cast_whole("nvfp4", master_of(seed).view(SHAPE)) for seed in (1, 2))
     before, master = casts.bytes_of(frozen), master_of(3)
     plan = CastPlan([frozen, trained], [None, master], [None, 0], ONE_PROCESS, backend=backend)

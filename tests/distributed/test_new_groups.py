@@ -89,7 +89,7 @@ def test_nothing_but_the_group_is_left_behind() -> None:
 
 @on_ranks(2)
 def test_a_group_has_one_cpu_twin() -> None:
-    """Collectives of the twin never meet those of the group, whatever the order in which ranks start them."""
+    """Collectives of the twin never meet those of the group, in any order in which ranks start them."""
     group, rank = Group.of(None), dist.get_rank()
     twin = group.cpu_twin()
     assert twin.handle is group.cpu_twin().handle is not group.handle

@@ -252,8 +252,14 @@ def in_flight(model: Any) -> Callable[[], object]:
     return handle.wait  # type: ignore[no-any-return]
 
 
+def begun(model: Any) -> Callable[[], object]:
+    """Begin to gather the first block. The next pass waits for it."""
+    model.blocks[0].unshard(async_op=True)
+    return lambda: None
+
+
 def by_hand(model: Any) -> Callable[[], object]:
-    """Gather the first block."""
+    """Gather the first block and wait for its weights."""
     model.blocks[0].unshard()
     return lambda: None
 
@@ -306,6 +312,7 @@ def evaluated(model: Any) -> Callable[[], object]:
     "gathered",
     [
         in_flight,
+        begun,
         by_hand,
         broken_off,
         broken_in_the_root,
@@ -330,6 +337,35 @@ def test_what_is_written_while_it_is_gathered(
     check_fresh(model)
 
 
+@pytest.mark.parametrize("only_plain", [False, True])
+@on_ranks(2)
+def test_a_module_alone_refuses_what_was_written_in_flight(only_plain: bool) -> None:
+    model = models.sharded(Rooted())
+    models.forward(model)
+    wait = in_flight(model)
+    with torch.no_grad():
+        for parameter in models.held(model):
+            if (parameter.dim() == 1) == only_plain:
+                parameter.mul_(3.0)
+    wait()
+    assert "was changed after it was gathered" in passed(model.blocks[0])[0]
+    check_fresh(model)
+
+
+@on_ranks(2)
+def test_what_is_left_gathered_is_written_again_and_again() -> None:
+    model = models.sharded(Rooted(), reshard_after_forward=False)
+    models.forward(model)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in models.held(model):
+                parameter.mul_(3.0)
+        said, output = passed(model)
+    zerocast.fsdp2.refresh(model)
+    assert said == "nothing"
+    assert torch.equal(output, passed(model)[1])
+
+
 class Scaled(Net):
     """Its root module has no quantized weight."""
 
@@ -338,7 +374,7 @@ class Scaled(Net):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scale inputs."""
+        """Return the output for inputs that a plain parameter of the root scales."""
         return super().forward(x * self.scale)
 
 
@@ -387,10 +423,13 @@ class Rooted(test_loops.Rooted):
         return self(x).float().square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
 @on_ranks(2)
-def test_nobody_asks_while_it_trains() -> None:
-    """Weights that are gathered again are not left from an earlier pass."""
+def test_nobody_asks_while_it_trains(prefetches: bool) -> None:
+    """Weights that are gathered again, or prefetched by the root module, are not left from an earlier pass."""
     model = models.sharded(Rooted())
+    if prefetches:
+        model.set_modules_to_forward_prefetch(list(model.blocks))
     register_fsdp_forward_method(model, "loss")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.object(GatherStatus, "exchange", side_effect=AssertionError("asked")):

@@ -202,6 +202,18 @@ def test_a_step_count_is_written() -> None:
     assert all(map(torch.equal, *masters))
 
 
+def test_a_first_step_in_inference_mode() -> None:
+    """Step counts that it makes have version counters, which later steps compare."""
+    fused, stock = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    optimizer, of_torch = FusedAdamW([fused], lr=1e-2), torch.optim.AdamW([stock], lr=1e-2)
+    for is_first in (True, False):
+        fused.grad, stock.grad = torch.full((8,), 0.5), torch.full((8,), 0.5)
+        with torch.inference_mode(is_first):
+            optimizer.step()
+        of_torch.step()
+    torch.testing.assert_close(fused, stock)
+
+
 MISFITS = {
     "masters are float32, a parameter is torch.bfloat16": torch.zeros(2, dtype=torch.bfloat16),
     "are on one device": torch.zeros(2, device="meta"),

@@ -256,7 +256,7 @@ def numbers(training: Training) -> dict[str, str]:
 
 
 def equal_gradients(training: Training) -> None:
-    """Take a step with gradients that depend on no weight, whatever its delayed scale is."""
+    """Take a step with gradients that depend on no weight and on no delayed scale."""
     training.net.reshard()
     for parameter in training.net.parameters():
         parameter.grad = torch.full_like(parameter.detach(), 0.25)

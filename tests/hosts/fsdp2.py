@@ -103,7 +103,7 @@ class Prepared(HostUnderTest):
             self._model(models.batch(0, self._width))
 
     def step_again(self) -> None:
-        """Run a forward pass, since torch's optimizer would step over whatever gradients there are."""
+        """Run a forward pass, since torch's optimizer would also step with gradients of an earlier pass."""
         self._forward()
 
     def save(self, number: int) -> None:

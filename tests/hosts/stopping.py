@@ -109,7 +109,7 @@ def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: 
 
 
 def _live(rank: int, world: int, folder: str, name: str, variant: str, place: Place, fault: str) -> None:
-    """Run one rank."""
+    """Run one rank of a host until it is stopped at `place`, or to the end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     join(rank, world, "gloo", Path(folder, "store").as_uri(), timedelta(seconds=START_SECONDS))
     with find(name).inside(variant):

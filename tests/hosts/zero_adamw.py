@@ -180,7 +180,7 @@ class Zero(HostUnderTest):
         return parts[0] if parts else torch.empty(0)
 
     def recast(self) -> None:
-        """Load the current state."""
+        """Load the current state, which casts the masters again."""
         self._optimizer.load_state_dict(self._optimizer.state_dict())
 
     @property

@@ -163,9 +163,7 @@ def _needed_on_the_device(run: Run) -> int:
 
 
 def build_one_by_one(case: Case) -> None:
-    """While an optimizer is built, the masters that lie on the host, which are of Megatron's own choice, are made on the device one
-    by one.
-    """
+    """Check that building an optimizer makes the masters in CPU memory, which Megatron chooses, on the device one by one."""
     with case.host():
         kind, alive, most = importlib.import_module(megatron_names.OPTIMIZER).DistributedOptimizer, [], 0
         original = kind._build_model_and_main_param_groups

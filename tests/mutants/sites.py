@@ -61,7 +61,7 @@ class Site:
     replacement: str
 
     def apply(self, source: bytes) -> bytes:
-        """Return the mutated file."""
+        """Return the source with this mutant in place of its code."""
         return source[: self.start] + self.replacement.encode() + source[self.stop :]
 
 

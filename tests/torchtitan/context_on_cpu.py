@@ -24,7 +24,7 @@ def positions(length: int, ranks: int) -> list[Tensor]:
 
 
 def gathered_attention(modules: Sequence[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
-    """Replace `torchtitan.distributed.context_parallel.apply_cp_to_attention_module`."""
+    """Stand in for `torchtitan.distributed.context_parallel.apply_cp_to_attention_module` on a CPU."""
     assert attention_type == "sdpa", attention_type
 
     def forward(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -213,7 +213,7 @@ def test_the_high_precision_init_value_is_cleared() -> None:
 
 @pytest.mark.usefixtures("te")
 def test_redirected_names_lead_here_and_back() -> None:
-    """They do for code that looks them up inside, and through whatever raises."""
+    """TransformerEngine's names lead to zerocast inside of `redirect`, and back after it, also if an exception ends it."""
     import transformer_engine.pytorch.tensor as classes
     import transformer_engine.pytorch.tensor.utils as theirs
 

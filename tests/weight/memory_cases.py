@@ -120,11 +120,27 @@ def shrunk_second_master() -> None:
     plan.cast()
 
 
-def other_data(data: Tensor) -> None:
+def shrunk_at_its_address(name: str) -> None:
+    """A cast, then another one after memory was freed, and half as much of it was taken again, which an allocator often
+    gives the address that was freed.
+    """
+    shape = 256, 256
+    weight, master = QuantizedWeight.empty(shape, "fp8_current"), torch.randn(256 * 256)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    plan.cast()
+    target = master if name == "master" else weight.rowwise_data
+    half = target.untyped_storage().nbytes() // 2
+    resized(target, 0)
+    target.untyped_storage().resize_(half)
+    plan.cast()
+
+
+def other_data(change: Callable[[Tensor], Tensor]) -> None:
+    """A cast, then another one after a master was given other data."""
     weight, master = QuantizedWeight.empty(SHAPE, "fp8_current"), torch.randn(4096)
     plan = CastPlan([weight], [master], [0], ONE_PROCESS)
     plan.cast()
-    master.data = data
+    master.data = change(master.data)
     plan.cast()
 
 
@@ -153,14 +169,18 @@ def kept() -> Iterator[tuple[str, Case]]:
             for divisor in (0, 2):
                 yield f"plan {fmt} {name} {divisor}", functools.partial(shrunk_under_plan, fmt, name, divisor)
     yield "second master", shrunk_second_master
-    others = (
-        torch.randn(16),
-        torch.randn(8192)[::2],
-        torch.zeros(4096, dtype=torch.float64),
-        torch.zeros(4096, dtype=torch.int32),
-    )
-    for number, data in enumerate(others):
-        yield f"other data {number}", functools.partial(other_data, data)
+    for name in ("master", "rowwise_data"):
+        yield f"same address {name}", functools.partial(shrunk_at_its_address, name)
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "short": lambda data: torch.randn(16),
+        "strided": lambda data: torch.randn(8192)[::2],
+        "float64": lambda data: torch.zeros(4096, dtype=torch.float64),
+        "int32": lambda data: torch.zeros(4096, dtype=torch.int32),
+        "a part of it": lambda data: data[:16],
+        "its bytes as int32": lambda data: data.view(torch.int32),
+    }
+    for name, change in changes.items():
+        yield f"other data {name}", functools.partial(other_data, change)
     for name in ("rowwise_data", "rowwise_scale_inv"):
         yield f"optimizer {name}", functools.partial(shrunk_under_optimizer, name)
 

@@ -302,11 +302,11 @@ class ParamGroups:
         return [group for group in groups if group is not None and group.is_begun]
 
     def left_gathered(self, begun: Sequence[Any], model: nn.Module) -> bool:
-        """Return whether any of the groups was gathered before this forward pass of `model`, whose
-        own weights FSDP2 has gathered by now.
+        """Return whether the gather of any of the groups began before this forward pass of `model`,
+        whose own weights FSDP2 has gathered by now, with those that are prefetched after them.
         """
         of_model = list(torch_fsdp.groups_at(model))
-        left = [group for group in begun if group.is_unsharded and not (group.is_of_this_pass and group in of_model)]
+        left = [group for group in begun if not group.is_of_this_pass or (group.is_unsharded and group not in of_model)]
         for group in begun:
             group.is_of_this_pass = False
         return bool(left)

@@ -253,9 +253,9 @@ class NotedGroup(FSDPParamGroup):
         plain_params: its FSDPParams without prepared weights.
         plain_versions: the version counters of their parameters when the last gather began.
             Autograd counts writes to a parameter and writes to its local tensor apart.
-        is_of_this_pass: True from the moment that a forward pass of its module gathers it until
-            that pass compares what is gathered. It is read of the groups of the prepared model
-            itself, which FSDP2 gathers just before that.
+        is_of_this_pass: True from the moment that a forward pass gathers or prefetches it until a
+            forward pass of the prepared model compares what is gathered. FSDP2 gathers the weights
+            of that model itself just before, and prefetches others: these gathers are not old.
     """
 
     plain_params: list[Any]

@@ -40,8 +40,8 @@ NOT_SHARDED = (
     "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
 )
 REPLACED = (
-    "call prepare after whatever replaces parameters (parallelize_module, a tie, a parametrization), and after it call fully_shard "
-    "on the model or on modules in it (it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
+    "call prepare after the calls that replace parameters (parallelize_module, a tie, a parametrization), and then "
+    "call fully_shard on the model or on modules in it (it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
 )
 
 
