@@ -166,7 +166,7 @@ def losses(out: Path) -> list[float]:
     [("nvfp4", "bf16", "adamw"), ("bf16", "fp8_delayed", "adamw"), ("nvfp4", "fp8_block", "muon")],
 )
 def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str, late: str, optimizer: str):
-    """The format changes with step 5 of 8; a run that was stopped before, at and after that step has the same losses."""
+    """The format changes with step 5 of 8; a run that goes on from step 6 has the same losses."""
     both = {"format": name, "optimizer": optimizer, "steps": 8, "deterministic": True}
     config = tiny(text, tmp_path / "whole", late_format=late, late_share=0.5, **both)
     whole = train.main(replace(config, checkpoint_every=1))
@@ -176,13 +176,11 @@ def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str,
     expected = losses(tmp_path / "whole")
     # unquantized, the constant run starts from masters that are rounded to bf16
     assert expected[:4] == pytest.approx(losses(tmp_path / "constant")[:4], rel=1e-2 if name == "bf16" else 0)
-    for kept in (6, 7):  # checkpoints of the last three steps are kept
-        out = tmp_path / f"from {kept}"
-        shutil.copytree(tmp_path / "whole", out)
-        for later in range(kept + 1, 9):
-            shutil.rmtree(out / "checkpoints" / f"step_{later:08}")
-        train.main(replace(config, out=out, resume=True))
-        assert losses(out) == expected
+    # The last three checkpoints are kept.
+    for later in (7, 8):
+        shutil.rmtree(tmp_path / "whole" / "checkpoints" / f"step_{later:08}")
+    train.main(replace(config, resume=True))
+    assert losses(tmp_path / "whole") == expected
 
 
 def test_muon_learns_and_is_measured(text: Path, tmp_path: Path):

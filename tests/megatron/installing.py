@@ -4,6 +4,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,12 +33,19 @@ DISTRIBUTED = "--use-distributed-optimizer"
 
 
 @contextlib.contextmanager
-def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]:
-    """While the context is open, zerocast is installed into Megatron."""
+def uninstalled_afterwards() -> Iterator[None]:
+    """Whatever is installed while the context is open is uninstalled when it closes."""
     try:
-        yield integration.install(recipe, verify_every)
+        yield
     finally:
         integration.uninstall()
+
+
+@contextlib.contextmanager
+def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]:
+    """While the context is open, zerocast is installed into Megatron."""
+    with uninstalled_afterwards():
+        yield integration.install(recipe, verify_every)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,25 @@ class Left:
         assert other.losses == {step: self.losses[step] for step in other.losses}
         assert self.masters.keys() == other.masters.keys()
         assert all(torch.equal(master, other.masters[name]) for name, master in self.masters.items())
+
+    def check_resumed(self, resumed: "Left") -> None:
+        """A run that was resumed after the second of four steps is this one, which was not interrupted."""
+        assert list(self.losses) == [1, 2, 3, 4] and list(resumed.losses) == [3, 4]
+        assert resumed.formats == self.formats
+        self.check_same(resumed)
+
+
+def saving_to(folder: Path) -> tuple[str, ...]:
+    """Flags of a run that saves after its second and fourth step."""
+    return ("--save", str(folder / "checkpoint"), "--save-interval", "2")
+
+
+def loading_from(folder: Path) -> tuple[str, ...]:
+    """Flags of a run that resumes after the second step. Collective."""
+    dist.barrier()
+    (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2")
+    dist.barrier()
+    return ("--load", str(folder / "checkpoint"))
 
 
 def left(trained: Trained, run: Run | None = None) -> Left:
@@ -118,7 +145,7 @@ def train_te_layers(fmt: str, *flags: str) -> Left:
 def _te_layers_of(fmt: str, *flags: str, **where: bool) -> Callable[[], Any]:
     def case() -> None:
         with _te_layers(fmt, **where):
-            _with(*flags, recipe={})()
+            run_with(*flags, recipe={})()
 
     return case
 
@@ -134,7 +161,9 @@ def _two_recipes() -> None:
         pretrain("--train-iters", "1")
 
 
-def _with(*flags: str, recipe: Any = RECIPE, without: str = "") -> Callable[[], Any]:
+def run_with(*flags: str, recipe: Any = RECIPE, without: str = "") -> Callable[[], Any]:
+    """A run of one step with these flags, which nothing verifies."""
+
     def case() -> None:
         with installed(recipe, None):
             pretrain("--train-iters", "1", *flags, without=without)
@@ -163,9 +192,9 @@ def _after_setup(then: Callable[[Any, Any], object]) -> None:
 def _after_building() -> None:
     setup = loop.setup_model_and_optimizer
     try:
-        _after_setup(lambda model, optimizer: integration.install(RECIPE))
+        with uninstalled_afterwards():
+            _after_setup(lambda model, optimizer: integration.install(RECIPE))
     finally:
-        integration.uninstall()
         # What was there when it was installed has ended.
         loop.setup_model_and_optimizer = setup
 
@@ -217,20 +246,22 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "attached by hand": (_attached_by_hand, r"RuntimeError: a \w+ is attached already: detach\(\) first"),
     "two recipes": (_two_recipes, "ValueError: .*recipe.*fp8_current"),
     "refused on one rank": (
-        _with("--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}),
+        run_with(
+            "--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}
+        ),
         "ValueError: rank 0: embedding.word_embeddings.weight is the table of an embedding",
     ),
     "a recipe and a flag": (_both, r"ValueError: .*install\(\) was given a recipe, and .* by --zerocast-recipe"),
     "a flag that is none": (
-        _with("--zerocast-recipe", "nvfp4", recipe=None),
+        run_with("--zerocast-recipe", "nvfp4", recipe=None),
         "ValueError: .*--zerocast-recipe is a list of pattern=format, .* got 'nvfp4'",
     ),
     "a pattern of nothing": (
-        _with(recipe={"*.linear_*.weight": "fp8_block", "*.liner.weight": "fp8_block"}),
+        run_with(recipe={"*.linear_*.weight": "fp8_block", "*.liner.weight": "fp8_block"}),
         r"ValueError: .*recipe pattern '\*.liner.weight' matches no weight; there are: embedding",
     ),
     "nothing quantized": (
-        _with(recipe={}),
+        run_with(recipe={}),
         r"ValueError: Recipe\(.* quantizes no weight of the model, .* name weights in the recipe",
     ),
     "a layer of TransformerEngine": (
@@ -239,24 +270,24 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "verified never": (lambda: integration.install(RECIPE, 0), "ValueError: verify_every is None or at least 1, got 0"),
     "verified never by the flag": (
-        _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
+        run_with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
         "ValueError: .*verify_every is None or at least 1, got -1",
     ),
-    "torch": (_with("--ckpt-format", "torch"), "ValueError: .*--ckpt-format torch, .* saved as torch_dist only"),
+    "torch": (run_with("--ckpt-format", "torch"), "ValueError: .*--ckpt-format torch, .* saved as torch_dist only"),
     "whole masters": (
-        _with(*_TWO_STAGES, recipe=ONE_STAGE, without=DISTRIBUTED),
+        run_with(*_TWO_STAGES, recipe=ONE_STAGE, without=DISTRIBUTED),
         "ValueError: .*use_distributed_optimizer=False is not supported",
     ),
     "muon": (
-        _with("--optimizer", "muon", *_TWO_STAGES, recipe=ONE_STAGE, without=DISTRIBUTED),
+        run_with("--optimizer", "muon", *_TWO_STAGES, recipe=ONE_STAGE, without=DISTRIBUTED),
         "ValueError: .*optimizer='muon' is not supported without .* In pretrain.. that is --use-distributed-optimizer",
     ),
     "upcycling": (
-        _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
+        run_with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
         "ValueError: .*--moe-use-upcycling is not supported: .* then train from its checkpoint",
     ),
     "mxfp8 through gradients": (
-        _with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag", *_TWO_STAGES, recipe=ONE_STAGE),
+        run_with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag", *_TWO_STAGES, recipe=ONE_STAGE),
         "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* use mxfp8:block=32x32",
     ),
     "MXFP8Tensors of blocks on one stage": (
@@ -268,11 +299,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: rank 1: .*experts.weight is a .* with the codes of several experts",
     ),
     "mxfp8 without TransformerEngine": (
-        _with(*_MXFP8, recipe={}),
+        run_with(*_MXFP8, recipe={}),
         r"ValueError: Recipe\(.* quantizes no weight of the model, and it has none of Tr",
     ),
     "torch's fsdp": (
-        _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
+        run_with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
         "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
     ),
     "a name that is gone": (_without_a_name, "RuntimeError: .*training.training' has no attribute 'train_step'"),
@@ -286,7 +317,5 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 def parsed(*line: str) -> Any:
     """What the added arguments are, read from `line`."""
-    try:
+    with uninstalled_afterwards():
         return integration.add_arguments(argparse.ArgumentParser()).parse_args(line)
-    finally:
-        integration.uninstall()

@@ -62,22 +62,21 @@ def test_mistakes(name: str) -> None:
 
 @on_ranks(2, timeout=SECONDS)
 def test_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    through = installing.train("--train-iters", "4", "--save", folder, "--save-interval", "2")
+    """The resumed run is that of a script that has an extra_args_provider and no call of install(), with overlap."""
+    flags = ("--train-iters", "4")
+    through = installing.train(*flags, *installing.saving_to(tmp_path))
     assert len(through.formats) == 4 and set(through.formats.values()) == {NARROW, "fp8_block"}
-    assert list(through.losses) == [1, 2, 3, 4] and through.losses[4] < through.losses[1]
-    assert len(through.evaluated) >= 2
-    dist.barrier()
-    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
-    dist.barrier()
-    resumed = installing.train("--train-iters", "4", "--load", folder)
-    assert list(resumed.losses) == [3, 4]
-    through.check_same(resumed)
+    assert through.losses[4] < through.losses[1] and len(through.evaluated) >= 2
+    overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
+    with installing.uninstalled_afterwards():
+        arguments = (*FLAG, *flags, *overlap, *installing.loading_from(tmp_path))
+        resumed = pretrain(*arguments, extra_args_provider=integration.add_arguments, after=installing.left)
+    through.check_resumed(resumed)
 
 
 @on_ranks(2, timeout=SECONDS)
 @te.needs_te
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_weights_of_transformer_engine(overlap: bool) -> None:
     """With an empty recipe they are cast, MXFP8 in tiles too, in buffers of bytes."""
     flags = ("--overlap-grad-reduce", "--overlap-param-gather") if overlap else ()
@@ -102,19 +101,6 @@ def test_a_checkpoint_in_bf16_gives_masters_as_they_are(tmp_path: Path) -> None:
         pretrain(*ONE_STEP, "--finetune", "--load", folder)
     assert first.keys() == written.keys()
     assert all(torch.equal(master, written[name].bfloat16().float()) for name, master in first.items())
-
-
-@on_ranks(2, timeout=SECONDS)
-def test_by_the_command_line() -> None:
-    """The script has an extra_args_provider, and no call of install()."""
-    flags = ("--train-iters", "2", "--overlap-grad-reduce", "--overlap-param-gather")
-    by_call = installing.train(*flags)
-    try:
-        by_flag = pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=installing.left)
-    finally:
-        integration.uninstall()
-    by_call.check_same(by_flag)
-    assert by_flag.formats == by_call.formats
 
 
 @on_ranks(2, timeout=SECONDS)

@@ -12,7 +12,7 @@ from tests.workers import Ranks, error_of, on_ranks
 pytestmark = pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON)
 SLOW = pytest.mark.slow
 EXPERTS = pytest.mark.parametrize("experts", [False, True], ids=["", "experts"])
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+OVERLAP = pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
 
 
 @pytest.mark.shows(
@@ -50,7 +50,7 @@ def test_live_bytes_are_the_cast_of_the_masters(
         *(pytest.param(4, fmt, marks=SLOW) for fmt in ("nvfp4", "fp8_block", "fp8_current", "mxfp8:block=32x32")),
     ],
 )
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
+@OVERLAP
 def test_experts_over_two_ranks(ranks: Ranks, world: int, fmt: str, overlap: bool) -> None:
     """Megatron's GPT: each rank has half of the experts, and shares them with those that have the same."""
     case = gpt.Parallel(expert=2, experts=4, overlap=overlap, muon=True, formats=fmt)
@@ -119,7 +119,7 @@ def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: boo
     ("formats", "kind"),
     [("delayed", "dp_reshardable"), *(pytest.param(f, "dp_reshardable", marks=SLOW) for f in ("mixed", "nvfp4"))],
 )
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
+@OVERLAP
 @EXPERTS
 def test_resume_is_exact(ranks: Ranks, formats: str, kind: str, overlap: bool, experts: bool) -> None:
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")

@@ -8,12 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.megatron import installing
-from tests.megatron.installing import RECIPE, Left, installed
+from tests.megatron.installing import Left, run_with
 from tests.megatron.muon import WHY_NO_MUON, muon_in_the_host
-from tests.megatron.pretraining import WHY_NOT, pretrain
+from tests.megatron.pretraining import WHY_NOT
 from tests.megatron.test_install import SECONDS
 from tests.megatron.training import NARROW
 from tests.workers import error_of, on_ranks
@@ -34,14 +33,6 @@ def train(*flags: str, **options: Any) -> Left:
         return installing.train(*MUON, *flags, **options)
 
 
-def _with(*flags: str, recipe: Any = RECIPE, without: str = "") -> Callable[[], Any]:
-    def case() -> None:
-        with installed(recipe, None):
-            pretrain("--train-iters", "1", *MUON, *flags, without=without)
-
-    return case
-
-
 @contextlib.contextmanager
 def _without(owner: Any, name: str) -> Iterator[None]:
     """A host that lacks a name."""
@@ -55,23 +46,26 @@ def _without(owner: Any, name: str) -> Iterator[None]:
 
 def _in_an_older_release() -> None:
     with _without(layer_wise_optimizer, "tag_params_for_buffer_routing"):
-        _with()()
+        run_with(*MUON)()
 
 
 def _wrapped_otherwise() -> None:
     """A release that wraps models elsewhere, with no layout of whole matrices."""
     with mock.patch.object(host, "wrappers_of_built_models", return_value=[]):
-        _with()()
+        run_with(*MUON)()
 
 
 def _saved_without_a_moment() -> None:
     """Megatron does so under Lion, whose moments it takes Adam's for."""
     with mock.patch.object(host, "moments_left_out", return_value=["exp_avg_sq"]):
-        _with(RESHARDABLE, "--save", "never written", "--save-interval", "1")()
+        run_with(*MUON, RESHARDABLE, "--save", "never written", "--save-interval", "1")()
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "values of matrices": (_with("--no-use-layer-wise-param-layout"), "ValueError: .*-param-layout is not .* leave it"),
+    "values of matrices": (
+        run_with(*MUON, "--no-use-layer-wise-param-layout"),
+        "ValueError: .*-param-layout is not .* leave it",
+    ),
     "an older release": (_in_an_older_release, "ValueError: .*muon is not supported: .* no layout .*; 0.19 does"),
     "a model that is wrapped otherwise": (_wrapped_otherwise, "ValueError: use_distributed_optimizer=False is not"),
     "a moment that is not saved": (
@@ -101,17 +95,12 @@ def test_mistakes(name: str) -> None:
 @pytest.mark.parametrize("experts", [(), EXPERTS], ids=["", "experts"])
 def test_trains_evaluates_saves_and_resumes(tmp_path: Path, more: tuple[str, ...], experts: tuple[str, ...]) -> None:
     """Every step verified; a resumed run is the one that was not interrupted, to the bit."""
-    folder, flags = str(tmp_path / "checkpoint"), ("--train-iters", "4", *more, *experts)
-    through = train(*flags, "--save", folder, "--save-interval", "2")
+    flags = ("--train-iters", "4", *more, *experts)
+    through = train(*flags, *installing.saving_to(tmp_path))
     assert set(through.formats.values()) == {NARROW, "fp8_block"}
     assert len(through.formats) == (6 if experts else 4) and len(through.evaluated) >= 2
     assert through.losses[4] < through.losses[1]
-    dist.barrier()
-    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
-    dist.barrier()
-    resumed = train(*flags, "--load", folder)
-    assert list(resumed.losses) == [3, 4]
-    through.check_same(resumed)
+    through.check_resumed(train(*flags, *installing.loading_from(tmp_path)))
 
 
 @SLOW

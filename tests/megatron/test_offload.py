@@ -24,8 +24,10 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=FORMATS[MIXED].values())
 @pytest.mark.parametrize("world", worlds(3, slow=[1, 2, 4]))
-@pytest.mark.parametrize("streams", [False, True], ids=["one optimizer", "one a master"])
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("fraction", "streams"),
+    [(1.0, False), (0.5, True), pytest.param(0.5, False, marks=SLOW), pytest.param(1.0, True, marks=SLOW)],
+)
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
     case = offloaded(fraction=fraction, streams=streams, overlap=True, experts=True, bucket_size=10_000)
     assert any(ranks(world)(offloading.train, case))
@@ -44,12 +46,12 @@ def test_all_is_as_with_masters_on_the_device(ranks: Ranks, world: int, formats:
     ranks(world)(offloading.compare_with_the_device, case)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("fraction", [0.5, *(pytest.param(fraction, marks=SLOW) for fraction in (1.0, 0.2))])
 def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
     ranks(2)(offloading.build_one_by_one, offloaded(fraction=fraction, experts=True))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=SLOW), 0.5])
 @pytest.mark.parametrize("precise", [False, PRECISE], ids=["torch's Adam", "FusedAdam"])
 def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: bool) -> None:
     case = offloaded(fraction=fraction, precise=precise, streams=True, experts=True, in_fp32=True)

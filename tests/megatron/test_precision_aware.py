@@ -45,8 +45,9 @@ def test_an_optimizer_alone_inside() -> None:
         assert not run.stale_bytes()
 
 
-@pytest.mark.parametrize(("before", "after", "kind"), [(2, 3, KINDS[0]), (3, 2, KINDS[1])])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "before", "after", "kind"), [(torch.bfloat16, 2, 3, KINDS[0]), (torch.float16, 3, 2, KINDS[1])], ids=str
+)
 def test_other_numbers_of_ranks(
     ranks: Ranks, tmp_path: Path, dtype: torch.dtype, before: int, after: int, kind: str
 ) -> None:

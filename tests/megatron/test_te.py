@@ -25,12 +25,14 @@ from tests.megatron.training import (
     train,
     wrap,
 )
+from tests.selection import worlds
 from tests.sharded import Weight
 from tests.transformer_engine import hybrids, tensors
 from tests.workers import Ranks, on_ranks
 from zerocast import get_format
 from zerocast.integrations import megatron as integration
 
+SLOW = pytest.mark.slow
 PARALLEL = "data, TransformerEngine's tensors"
 
 pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
@@ -38,9 +40,12 @@ pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "te", "tiles"])
+@pytest.mark.parametrize(
+    "formats", [*(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4", "tiles")), "te"]
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
+    """In every run `te` has all formats but tiles, which `test_tiles_are_one_byte_an_element` trains."""
     ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS))
 
 
@@ -77,7 +82,7 @@ def test_refused_with_the_reason(kind: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(2, 3, slow=[1]))
 def test_tiles_are_one_byte_an_element(ranks: Ranks, world: int, overlap: bool) -> None:
     ranks(world)(te_attaching.train_tiles, overlap)
 

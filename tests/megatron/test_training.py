@@ -72,8 +72,10 @@ def test_model_chunks_of_one_optimizer(ranks: Ranks, case: Case) -> None:
     ranks(3)(train_chunks, case)
 
 
-@pytest.mark.parametrize("formats", [NARROW, MIXED])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "formats"),
+    [(2, MIXED), (4, NARROW), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, NARROW), (4, MIXED)))],
+)
 def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) -> None:
     ranks(world)(train, Case(formats, overlap=True, busbw=True))
 

@@ -144,8 +144,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("naming", "fmt", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("shard_bytes", [10**9, 1])
+# Files of any size, and a file for each tensor.
+FILES = [*((*case, 10**9) for case in CASES), ("modelopt", "nvfp4", modelopt, 1), ("bf16", "nvfp4", plain, 1)]
+
+
+@pytest.mark.parametrize(
+    ("naming", "fmt", "decode", "shard_bytes"), FILES, ids=lambda value: "" if callable(value) else str(value)
+)
 def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
     source = model(fmt, fmt if naming == "bf16" else "identity")
     files = export_safetensors(source, tmp_path / "out", naming, shard_bytes)

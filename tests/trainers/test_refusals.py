@@ -1,6 +1,8 @@
 """Answers of trainers on one rank to misuse. `unreduced.py` has those to gradients that are not reduced."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -72,6 +74,30 @@ def test_fabric(tmp_path: Path) -> None:
         assert not (tmp_path / "state").exists()
 
 
+def lightning_run(net: nn.Module, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[Any, Any]:
+    """Return a Trainer of one step by ZeroStrategy, and a module around a model. Called inside `host_on_cpu`."""
+    import lightning
+
+    from zerocast.integrations.lightning import ZeroStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def validation_step(self, x: torch.Tensor, index: int) -> None:
+            self.net(x)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "precision": "bf16-mixed"}
+    return lightning.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), max_steps=1, **options), Module()
+
+
 @pytest.mark.parametrize(
     ("net", "said"),
     [
@@ -82,54 +108,15 @@ def test_fabric(tmp_path: Path) -> None:
 )
 def test_lightning(net, said: str) -> None:
     with host_on_cpu():
-        import lightning
-
-        from zerocast.integrations.lightning import ZeroStrategy
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = net()
-
-            def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
-                return self.net(x).square().mean()
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.SGD([p for p in self.parameters() if type(p) is nn.Parameter], lr=0.1)
-
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), max_steps=1, **quiet)
-        assert said in error_of(lambda: trainer.fit(Module(), batches()))
+        trainer, module = lightning_run(
+            net(), lambda module: torch.optim.SGD([p for p in module.parameters() if type(p) is nn.Parameter], lr=0.1)
+        )
+        assert said in error_of(lambda: trainer.fit(module, batches()))
 
 
 def test_lightning_validates_before_fit_and_saves_no_file_over_a_folder(tmp_path: Path) -> None:
     with host_on_cpu():
-        import lightning
-
-        from zerocast.integrations.lightning import ZeroStrategy
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.seen = Seen()
-
-            def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
-                return self.seen(x)
-
-            def validation_step(self, x: torch.Tensor, index: int) -> None:
-                self.seen(x)
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return zerocast.ZeroAdamW(self.named_parameters())
-
-        quiet = {
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_checkpointing": False,
-            "precision": "bf16-mixed",
-        }
-        trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), max_steps=1, **quiet)
-        module = Module()
+        trainer, module = lightning_run(Seen(), lambda module: zerocast.ZeroAdamW(module.named_parameters()))
         trainer.validate(module, batches(), verbose=False)
         trainer.fit(module, batches())
         path = tmp_path / "full.ckpt"
