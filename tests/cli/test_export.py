@@ -62,27 +62,10 @@ def test_experts_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(logits(read(tmp_path / "out")), logits(read(tmp_path / "live")))
 
 
-BAD = {
-    "no config": (["in.pt", "out", "--naming", "bf16"], "zerocast export: "),
-    "no weights": (["model", "out", "--naming", "bf16", "--format", "nvfp4"], "--format needs --weights"),
-    "no format": (["model", "out", "--naming", "bf16", "--share-amax", "llama"], "--share-amax needs --format"),
-    "a config of another model": (
-        ["model", "out", "--naming", "bf16", "--model", "other"],
-        "these weights are not those of Qwen3",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_exported(tmp_path: Path, capsys: Any, monkeypatch: Any, case: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"w": torch.ones(4, 4)}, "in.pt")
-    made("llama").save_pretrained("model")
-    made("qwen3").config.save_pretrained("other")
-    arguments, message = BAD[case]
-    try:
-        status: Any = main(["export", *arguments])
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2 and message in " ".join(capsys.readouterr().err.replace("│", "").split())
-    assert not Path("out").exists()
+def test_a_config_of_another_model(tmp_path: Path, capsys: Any) -> None:
+    made("llama").save_pretrained(tmp_path / "model")
+    made("qwen3").config.save_pretrained(tmp_path / "other")
+    arguments = [tmp_path / "model", tmp_path / "out", "--naming", "bf16", "--model", tmp_path / "other"]
+    assert main(["export", *map(str, arguments)]) == 2
+    assert "these weights are not those of Qwen3" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()

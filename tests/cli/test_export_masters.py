@@ -105,30 +105,3 @@ def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> 
         live = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter
         assert torch.equal(written[name], live), name
         assert (name in found["quantized"]) == isinstance(parameter, QuantizedWeight)
-
-
-BAD: dict[str, tuple[list[str], str]] = {
-    "nothing there": (["nowhere", "out"], "nowhere does not exist"),
-    "no such weight": (["m.safetensors", "out", "--format", "nvfp4", "--weights", "x*"], "'x*' matches no weight"),
-    "codes": (["codes.safetensors", "out"], "w is float8_e4m3fn (4, 4), not a high-precision weight"),
-    "no place in the naming": (
-        ["m.safetensors", "out", "--format", "mxfp4", "--weights", "w", "--naming", "modelopt"],
-        "w is mxfp4; modelopt has names for nvfp4",
-    ),
-    "target in use": (["m.safetensors", "."], "is not empty: export into a new folder"),
-    "checkpoint in use": (["m.safetensors", ".", "--to", "checkpoint"], "already exists"),
-    "no bytes": (["m.safetensors", "out", "--shard-bytes", "0"], "shard_bytes must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_exported(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    arguments, message = BAD[case]
-    monkeypatch.chdir(tmp_path)
-    save_file({"w": torch.randn(32, 32)}, "m.safetensors")
-    save_file({"w": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, "codes.safetensors")
-    before = sorted(tmp_path.iterdir())
-    to = [] if "--to" in arguments else ["--to", "safetensors"]
-    assert main(["export", *arguments, *to]) == 2
-    assert message in capsys.readouterr().err
-    assert sorted(tmp_path.iterdir()) == before

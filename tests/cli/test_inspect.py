@@ -171,20 +171,6 @@ def test_what_is_not_finite_or_damaged(capsys: Any, tmp_path: Path) -> None:
     assert "has 0 bytes, and had" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere does not exist"),
-        (["m.safetensors", "--format", "fp3"], "unknown format 'fp3'"),
-        (["m.safetensors", "--format", "nvfp4", "--weights", "*.mlp.*"], "'*.mlp.*' matches no weight; there are: w"),
-    ],
-)
-def test_options_that_cannot_be_met(capsys: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
-    save_file({"w": master()}, tmp_path / "m.safetensors")
-    assert main(["inspect", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_folder_of_checkpoints_offers_its_steps(capsys: Any, tmp_path: Path) -> None:
     optimizer = Trainer(Run(MIXED[:2])).optimizer
     for step in (9, 10):

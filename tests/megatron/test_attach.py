@@ -223,6 +223,10 @@ REFUSED: dict[str, tuple[Callable[[Run], object], str]] = {
         lambda run: setattr(_own(run).ddp_config, "use_megatron_fsdp", True),
         "ValueError: use_megatron_fsdp",
     ),
+    "half masters": (
+        lambda run: setattr(_own(run).config, "main_params_dtype", torch.float16),
+        "ValueError: main_params_dtype",
+    ),
     "layer-wise": (
         lambda run: run.optimizer.chained_optimizers.append(LayerWiseOptimizer()),
         "ValueError: LayerWiseOptimizer is not supported",

@@ -69,7 +69,8 @@ def test_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     assert through.losses[4] < through.losses[1] and len(through.evaluated) >= 2
     overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
     with installing.uninstalled_afterwards():
-        arguments = (*FLAG, *flags, *overlap, *installing.loading_from(tmp_path))
+        by_flag = (*FLAG, "--zerocast-verify-every", "1")
+        arguments = (*by_flag, *flags, *overlap, *installing.loading_from(tmp_path))
         resumed = pretrain(*arguments, extra_args_provider=integration.add_arguments, after=installing.left)
     through.check_resumed(resumed)
 
