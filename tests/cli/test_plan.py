@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models
@@ -386,23 +385,6 @@ def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
         for found in ranks(world)(gradients_at_the_most, fmt, stage, config):
             assert planned > 2**18
             assert found == pytest.approx(planned, abs=2**15)  # activations
-
-
-def owned_by_fsdp() -> int:
-    """Return the number of elements of the shards that torch's fully_shard has cut."""
-    model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 9, bias=False), nn.Linear(9, 1))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_fsdp_owns_what_torch_cuts(ranks, world):
-    shapes = [(10, 7), (10,), (9, 10), (1, 9), (1,)]
-    parameters = [Parameter(str(i), shape, linear=True, unit=i) for i, shape in enumerate(shapes)]
-    planned = footprint(parameters, "fp8_current", Setup("fsdp2", world))
-    assert planned.memory["masters"] == 4 * ranks(world)(owned_by_fsdp)[0]
 
 
 def test_fsdp_gathers_codes_and_scales():

@@ -144,8 +144,13 @@ CASES = [
 ]
 
 
-# Files of any size, and a file for each tensor.
-FILES = [*((*case, 10**9) for case in CASES), ("modelopt", "nvfp4", modelopt, 1), ("bf16", "nvfp4", plain, 1)]
+# One file in every format and naming, then files of a size that experts alone exceed, and one for each tensor.
+FILES = [
+    *((*case, 10**9) for case in CASES),
+    ("modelopt", "nvfp4", modelopt, 26_000),
+    ("modelopt", "nvfp4", modelopt, 1),
+    ("bf16", "nvfp4", plain, 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
     source = model(fmt, fmt if naming == "bf16" else "identity")
     files = export_safetensors(source, tmp_path / "out", naming, shard_bytes)
     assert sorted(files) == sorted((tmp_path / "out").iterdir())
-    assert len(files) == (2 if shard_bytes > 1 else 7)
+    assert len(files) == {10**9: 2, 26_000: 5, 1: 7}[shard_bytes], "with the index"
     found = read(tmp_path / "out")
     for name in ("up.weight", "zeros.weight", *(["experts"] if naming == "bf16" else [])):
         weight = source.get_parameter(name)
