@@ -189,9 +189,9 @@ def cases(draw: st.DrawFn, kind: type[Case]) -> Case:
     fmt, nominal = draw(st.sampled_from(formats)), draw(st.sampled_from(casts.NOMINAL))
     row, column = get_format(fmt).multiple
     weights = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         if kind in WITH_CODES:
-            shape: Any = (row * draw(st.integers(1, 320 // row)), column * draw(st.integers(1, 288 // column)))
+            shape: Any = (row * draw(st.integers(1, 320 // row)), column * draw(st.integers(1, 160 // column)))
             spans: Any = (draw(whole_rows(fmt, shape)),)
         else:
             shape = draw(strategies.shapes(fmt))
