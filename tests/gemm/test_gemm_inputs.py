@@ -85,7 +85,7 @@ def test_group_bytes_are_those_of_a_cast(quantizers: Any, power_of_2: bool, cont
     """A matrix of one row has blocks of 1x128."""
     fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
     for dtype in DTYPES:
-        x = drawn(content, (9, 384), dtype, seed)
+        x = drawn(content, (5, 384), dtype, seed)
         codes, scale_inv = quantizers.groups(x, 128, E4M3, power_of_2)
         for row in range(len(x)):
             expected = reference.quantize(fmt, x[row : row + 1], dtype)
@@ -157,7 +157,7 @@ def assert_like(found: Any, expected: Any, like: Any) -> None:
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(1, 16), (56, 80), (128, 128), (200, 400)])
+@pytest.mark.parametrize("shape", [(1, 16), (56, 80), (128, 128), (136, 144)])
 def test_a_tensor_in_both_directions(quantizers: Any, shape: tuple[int, int], element: str, seed: int) -> None:
     both_ways = getattr(quantizers, "per_tensor_both_ways", None) or (
         lambda x, element: quantizers.tensor_both_ways(x, None, element)
