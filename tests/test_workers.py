@@ -20,20 +20,15 @@ def add(x: int) -> int:
     return int(total)
 
 
-def raise_on_one() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("what went wrong")
+def fail_on_one() -> None:
+    found = dist.get_rank()
+    assert found == 0
 
 
 def die_on_one() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
     dist.barrier()
-
-
-def hang_on_one() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(600)
 
 
 def skip_a_collective_on_one() -> None:
@@ -62,26 +57,18 @@ def test_what_ranks_have_started_ends_with_them(ranks: Ranks) -> None:
     started = ranks(2)(start_a_process)
     assert all(map(is_running, started))
     with pytest.raises(RanksFailed):
-        ranks(2)(raise_on_one)
+        ranks(2)(fail_on_one)
     deadline = time.monotonic() + 10
     while any(map(is_running, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, started))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_results_by_rank(ranks: Ranks, world: int) -> None:
-    assert ranks(world)(add, 1) == [sum(range(1, world + 1))] * world
-    assert ranks(world)(dist.get_rank) == list(range(world))
-    assert ranks(world)(torch.get_num_threads) == [1] * world
-
-
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (raise_on_one, "--- rank 1 ---\nTraceback .*ValueError: what went wrong"),
+        (fail_on_one, "--- rank 1 ---\nTraceback .*assert found == 0.*found = 1"),
         (die_on_one, "--- rank 1 ---\nthe process died"),
-        pytest.param(hang_on_one, "--- rank 1 ---\nno answer in time", marks=pytest.mark.slow),
         (skip_a_collective_on_one, "--- rank 0 ---\nno answer in time"),
         (return_what_cannot_be_pickled, "--- rank 0 ---\nTraceback .*pickle"),
     ],
@@ -99,14 +86,4 @@ def test_a_failure_fails_the_case_and_not_the_next(ranks: Ranks, case: Callable[
 def test_a_body_runs_on_every_rank(world: int, more: int) -> None:
     assert (dist.get_world_size() if dist.is_initialized() else 0) == world
     assert not world or add(more) == world * more + sum(range(world))
-
-
-@on_ranks(2)
-def fails_on_one() -> None:
-    found = dist.get_rank()
-    assert found == 0
-
-
-def test_a_body_that_fails_shows_its_variables(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 ---.*assert found == 0.*found = 1"):
-        fails_on_one(ranks=ranks, world=2)
+    assert torch.get_num_threads() == 1
