@@ -69,7 +69,7 @@ def trained(family: str, fmt: str) -> tuple[list[str], list[float], set[bool]]:
     model = families.quantized(family, fmt, dtype=torch.bfloat16).bfloat16()
     optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=ZeroConfig(bucket_size=4096))
     rank, losses = dist.get_rank(), []
-    for step in range(3):
+    for step in range(2):
         families.loss(model, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()

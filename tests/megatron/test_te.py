@@ -61,24 +61,17 @@ def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("mxfp8", r"a MXFP8Tensor of 1x32 blocks needs both directions gathered, .* inside square_mxfp8\(\)"),
-        ("hybrid", "a HybridQuantizedTensor has codes of two formats"),
-    ],
-)
-def test_refused_with_the_reason(kind: str, message: str) -> None:
-    """Tensors that have no place in a byte buffer are, where they are built, or where they are attached."""
+def test_tensors_of_two_formats_are_refused() -> None:
+    """Tensors of 1x32 blocks are in `installing.CASES`."""
 
     def parameter(fmt: str, value: torch.Tensor, device: torch.device) -> Any:
-        case = Weight(fmt.partition(":")[0], tuple(value.shape), ((0, value.numel()),), value.dtype)
-        return nn.Parameter(hybrids.hybrid(case, case) if kind == "hybrid" else tensors.tensor(case, str(device)))
+        case = Weight(fmt, tuple(value.shape), ((0, value.numel()),), value.dtype)
+        return nn.Parameter(hybrids.hybrid(case, case))
 
-    formats = "fp8_current" if kind == "hybrid" else "mxfp8"
-    of_a_kind = mock.patch.object(te, "parameter", parameter)
-    with host(ALL_LAYERS), of_a_kind, pytest.raises(ValueError, match=f"layers.0.weight: {message}"):
-        build_attached(Case(formats, te="0"))
+    said = "layers.0.weight: a HybridQuantizedTensor has codes of two formats"
+    hybrid = mock.patch.object(te, "parameter", parameter)
+    with host(ALL_LAYERS), hybrid, pytest.raises(ValueError, match=said):
+        build_attached(Case("fp8_current", te="0"))
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -163,16 +156,3 @@ def test_several_experts_in_one_tensor_are_refused(fmt: str) -> None:
         model.experts.weight = nn.Parameter(te_attaching.grouped(fmt))
         with pytest.raises(ValueError, match=r"experts.weight is a GroupedTensor with the codes of several experts"):
             wrap(Case(te=ALL_LAYERS), configuration(), model)
-
-
-@on_ranks(1)
-@host(ALL_LAYERS)
-def test_a_host_without_a_seam_is_named() -> None:
-    """A megatron-core whose work after a gather has no name."""
-    with integration.quantized_params():
-        run = build(Case("nvfp4", te=ALL_LAYERS))
-    kind = type(run.ddp.bucket_groups[0])
-    with mock.patch.object(kind, "_post_param_sync"):
-        del kind._post_param_sync
-        with pytest.raises(RuntimeError, match="no attribute '_post_param_sync': this megatron-core has an API"):
-            integration.attach(run.optimizer, run.ddp)

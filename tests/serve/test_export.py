@@ -193,13 +193,6 @@ def test_what_has_no_place(tmp_path, naming, fmt, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("naming", "fmt"), [("compressed-tensors", "nvfp4"), ("deepseek", "fp8_block")])
-def test_experts_in_one_tensor_are_refused(tmp_path, naming, fmt):
-    with pytest.raises(ValueError, match=r"experts has shape \(2, 128, 96\), and readers .* know matrices only"):
-        export_safetensors(model(fmt, fmt), tmp_path / "out", naming)
-    assert not list(tmp_path.iterdir())
-
-
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ValueError, match="is not empty: export into a new folder"):

@@ -198,7 +198,9 @@ def test_activation_checkpointing(tmp_path: Path, ordinary: list[float], reentra
     assert losses(trainer) == ordinary
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_torch_compile(tmp_path: Path, ordinary: list[float], backend: str) -> None:
     torch._dynamo.reset()
     net = model()
