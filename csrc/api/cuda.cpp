@@ -197,7 +197,7 @@ void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool 
   cuda::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, stream_of(stream));
 }
 
-void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, const StreamArgument& stream) {
+void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, bool adds, const StreamArgument& stream) {
   std::vector<int64_t> numels;
   int64_t numel = 0;
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -208,7 +208,8 @@ void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, const 
     throw std::invalid_argument("out has " + std::to_string(elements_of("out", out)) + " elements and the gradients " +
                                 std::to_string(numel));
   }
-  cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), stream_of(stream));
+  cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), adds,
+                stream_of(stream));
 }
 
 // Returns the input of a product, which must have `rows` x `columns` elements.

@@ -74,9 +74,10 @@ struct Upcast {
 };
 void upcast(const Format& format, const std::vector<Upcast>& weights, Stream stream);
 
-// Row i of `out` gets the part of each gradient that rank i reduces. Ranks have equal parts.
+// Row i of `out` gets the part of each gradient that rank i reduces, added to what it has if `adds`.
+// Ranks have equal parts.
 void lay_out(const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& numels, Dtype dtype, int64_t ranks,
-             Array out, Stream stream);
+             Array out, bool adds, Stream stream);
 
 struct AdamState {
   uintptr_t master;

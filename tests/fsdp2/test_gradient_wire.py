@@ -206,10 +206,45 @@ def test_bits_of_a_launch(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: 
     assert torch.equal(memory.view(bits), expected.view(bits))
 
 
-def copies(gradients: list[Tensor], ranks: int, out: Tensor) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("numel", [12288 * 64, 8193, 5])
+def test_bits_of_a_sum(numel: int, offset: int) -> None:
+    """A launch adds a gradient with torch's bits, for whole thread blocks and rests and unaligned addresses."""
+    first, second = torch.randn(2, numel + offset, device="cuda").to(BF16)[:, offset:]
+    first[:3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    total = reduction.accumulate(first, None)
+    assert total is not None
+    assert torch.equal(total.view(torch.int32), first.float().view(torch.int32))
+    expected = total + second
+    assert reduction.accumulate(second, total) is total
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
+
+
+def copies(gradients: list[Tensor], ranks: int, out: Tensor, *, adds: bool = False) -> None:
     """Stand in for `lay_out` of the backend `cuda` by copies."""
     of_ranks = [torch.cat([gradient.view(ranks, -1)[rank] for gradient in gradients]) for rank in range(ranks)]
-    out.copy_(torch.stack(of_ranks))
+    rows = torch.stack(of_ranks).view(out.shape)
+    if adds:
+        out += rows
+    else:
+        out.copy_(rows)
+
+
+def test_sums_that_are_left_to_fsdp2() -> None:
+    """FSDP2 adds up on other backends, and gradients and totals of other dtypes, classes or layouts."""
+    gradient, total = torch.ones(4, 6, dtype=BF16), torch.ones(4, 6)
+    assert reduction.accumulate(gradient, total) is None
+    with mock.patch.object(backends.load("cpu"), "lay_out", copies, create=True):
+        assert reduction.accumulate(gradient.float(), total) is None
+        assert reduction.accumulate(torch.ones(6, 4, dtype=BF16).t(), total) is None
+        assert reduction.accumulate(gradient, total.bfloat16()) is None
+        assert reduction.accumulate(gradient, torch.ones(6, 4).t()) is None
+        assert reduction.accumulate(gradient.as_subclass(nn.Buffer), total) is None
+        assert (total == 1).all()
+        assert reduction.accumulate(gradient, total) is total
+    assert (total == 2).all()
 
 
 def test_what_the_op_has_to_do() -> None:
@@ -254,8 +289,8 @@ def test_the_order_of_allocations(input_first: bool, by_op: bool) -> None:
 
 
 def gradients(rows: int, reduce_dtype: torch.dtype, wire: str | None, by_op: bool) -> tuple[list[Tensor], int]:
-    """Return the gradients of two layers after three backward passes, the second of which reduces nothing; and
-    how often the op ran.
+    """Return the gradients of two layers after four backward passes, two of which reduce nothing; and how often the
+    op ran.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, rows), nn.Linear(rows, 64)).to(models.place())
@@ -267,8 +302,8 @@ def gradients(rows: int, reduce_dtype: torch.dtype, wire: str | None, by_op: boo
         zerocast.fsdp2.set_grad_wire(model, wire)
     backend = backends.load("cpu")
     with mock.patch.object(backend, "lay_out", None if by_op else copies, create=True), profile() as events:
-        for step in range(3):
-            model.set_requires_gradient_sync(step != 1)
+        for step in range(4):
+            model.set_requires_gradient_sync(step in (0, 3))
             model(models.batch(step, 64)).float().square().mean().backward()
     ops = sum(event.count for event in events.key_averages() if event.key == "aten::_chunk_cat")
     return [parameter.grad.full_tensor().cpu() for parameter in model.parameters()], ops

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_sto
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from zerocast.fsdp2.reduction import LaidOutReduceScatter
+from zerocast.fsdp2.reduction import LaidOutReduceScatter, accumulate
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -228,6 +228,27 @@ class GatheredByGroup(FSDPParam):
             if self.memory is not None:
                 self.all_gather_outputs = self.memory
             weight.receive_group()
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Add the gradient of this pass to that of passes without a reduction, if there is one."""
+        if self.unsharded_accumulated_grad is not None:
+            self._accumulate()
+        super().accumulate_unsharded_grad_if_needed()
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Keep the gradient of a pass without a reduction in the dtype of reductions."""
+        self._accumulate()
+        super().to_accumulated_grad_if_needed()
+
+    def _accumulate(self) -> None:
+        """Do so with few bytes, if the gradient is one for `accumulate`."""
+        gradient = self._unsharded_param.grad
+        if gradient is None or self.reduce_dtype is not torch.float32:
+            return
+        total = accumulate(gradient, self.unsharded_accumulated_grad)
+        if total is not None:
+            self.unsharded_accumulated_grad = total
+            self._unsharded_param.grad = None
 
 
 # Gets (the gathered parameter, the weight) of an FSDPParam. Raises AttributeError before the first

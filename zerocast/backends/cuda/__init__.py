@@ -136,9 +136,10 @@ quantize_gradient = _stage("quantize_gradient")
 add_gradients = _stage("add_gradients")
 
 
-def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
+def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor, *, adds: bool = False) -> None:
     """Write to row i of `out`, (ranks, elements for a rank), the concatenated parts of all
-    gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype.
+    gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype. If
+    `adds` is set, they are added to what `out` has, which is f32.
     """
     (memory_of_gradients,) = memory_of_lists((gradients,))
-    kernels.lay_out(memory_of_gradients, ranks, memory(out), stream_of(out))
+    kernels.lay_out(memory_of_gradients, ranks, memory(out), adds, stream_of(out))
