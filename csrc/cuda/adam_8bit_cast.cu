@@ -39,28 +39,33 @@ template <class Grad, class Nominal, class E, Grid kGrid>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adam_8bit_cast_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items,
                           PieceBases bases, AdamInputs adam, const int64_t* steps, AmaxSink out, BaseList row_data) {
-  if (holds(adam.skip)) return;
   __shared__ CodeValues values;
-  CodeValuesOfThread().store(values);
   KeptRows<Nominal> rows;
   {
+    // Loads that do not need each other are in flight at once.
+    const CodeValuesOfThread values_of_thread;
+    const bool skips = holds(adam.skip);
     const Item item = items[blockIdx.x];
     const MomentPiece piece = pieces[item.weight];
     const CutLargest no_cuts{};
     const PieceStep<Grad> step(bases, no_cuts, piece, adam, steps, values);
     const Weight w = weight_of(table, item);
     const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
+    values_of_thread.store(values);
+    if (skips) return;
     update_panel<kRows, kStages>(step, {lane, w, out}, rows);
     note_poison(w, out, rows.poison());
   }
-  const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(rows.most());
-  const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
-  // Found once more, so that the loops above have these registers.
+  // Found once more, so that the loops above have these registers; and loaded before the thread block
+  // waits for its last warp, since each of these addresses depends on the one before.
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
+  const uint64_t master = origin_of<Float32>(bases.master, w), data = data_of(row_data, w);
+  const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(rows.most());
+  const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
   store_amax<kGrid, kWarps>(lane, w, out, amaxes.block);
-  write_codes<Nominal, E, kWarps>(lane, origin_of<Float32>(bases.master, w), data_of(row_data, w), multiplier);
+  write_codes<Nominal, E, kWarps>(lane, master, data, multiplier);
 }
 
 }  // namespace
