@@ -20,7 +20,7 @@ from tests.devices import HERE, gpu_params
 from tests.hosts import record
 from tests.hosts.record import pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
-from tests.workers import Pool, Ranks, freeze_modules
+from tests.workers import Pool, Ranks, freeze_modules, preload
 from zerocast.weight import owners
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
 hypothesis.settings.load_profile("zerocast")
+
+# It brings the helpers and backends that cases of most rooms use on every rank.
+preload("tests.fsdp2.models")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -49,6 +49,7 @@ context = multiprocessing.get_context("forkserver")
 _preloaded = [
     "torch.distributed",
     "torch._dynamo",
+    "torch._functorch.aot_autograd",
     "hypothesis",
     "pytest",
     "zerocast.optim",

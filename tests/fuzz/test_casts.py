@@ -10,7 +10,7 @@ from torch import Tensor
 from tests import casts
 from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
 from tests.fuzz.hostile_values import Guarded, Shard, master_of, shards, start_of, weight_of
-from zerocast import CastPlan, QuantizedWeight, get_format, quantize_master_weights
+from zerocast import CastPlan, QuantizedWeight, quantize_master_weights
 from zerocast.backends.reference.codec import unpack
 
 CALLS = ("plan", "plan", "host", "host without copies")
@@ -100,19 +100,3 @@ def test_casts(seconds: float) -> None:
     backends = st.sampled_from((None, None, None, "reference", "abacus"))
     cases = st.tuples(st.lists(shards(), max_size=4), st.sampled_from(CALLS), backends)
     fuzz(seconds, cases, check)
-
-
-def test_the_fuzzer_finds_a_write_outside_of_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fuzzer that missed such a write would not be worth much."""
-    cast = CastPlan.cast
-
-    def too_far(self: CastPlan) -> None:
-        cast(self)
-        for weight in self.weights:
-            weight.state.rowwise_data.view(-1).view(torch.uint8)[-1:] ^= 3
-
-    monkeypatch.setattr(CastPlan, "cast", too_far)
-    shard = Shard("fp8_current", (8, 8), torch.bfloat16, (0, 8), 3, "good", "good", "good")
-    assert get_format(shard.fmt).name == "fp8_current"
-    with pytest.raises(AssertionError):
-        check(([shard], "plan", None))

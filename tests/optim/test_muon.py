@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import casts
-from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, check, refused, snapshot
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
@@ -26,18 +26,13 @@ from zerocast.optim import load, save
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
 OPTIONS = (MUON, {**ADAM, "use_muon": False})
+# Matrices that AdamW is tested on as well.
+SHARED = ("delayed", "current", "block", "mx", "square", "nv", "nv_late", "unused")
 SPECS = (
     Spec("embedding", (50, 24), group=1),
     Spec("norm", (37,), dtype=FP32, group=1),
     Spec("cut", (64, 96), "nvfp4", group=1),
-    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
-    Spec("current", (13, 7), "fp8_current", FP32),
-    Spec("block", (130, 33), "fp8_block"),
-    Spec("mx", (64, 96), "mxfp8"),
-    Spec("square", (64, 96), "mxfp8:block=32x32"),
-    Spec("nv", (48, 112), "nvfp4"),
-    Spec("nv_late", (16, 32), "nvfp4", FP32, used="by turns"),
-    Spec("unused", (32, 32), "nvfp4", used="never"),
+    *(spec for spec in MIXED if spec.name in SHARED),
     Spec("plain", (24, 40), dtype=FP32),
     Spec("stack", (3, 24, 40)),
 )

@@ -42,6 +42,17 @@ def operands_of(weights: list[QuantizedWeight]) -> GatheredOperands:
     return operands
 
 
+def after_two_rounds() -> tuple[list[QuantizedWeight], GatheredOperands]:
+    """Return weights and their record, of which each operand has been taken in two rounds: the next one makes all at once."""
+    weights = weights_of(FP8_BLOCK)
+    operands = operands_of(weights)
+    for _ in range(2):
+        for place in (0, 1, 2):
+            operands.pop(place, columnwise=True)
+        operands.end_round()
+    return weights, operands
+
+
 def read(weight: QuantizedWeight, columnwise: bool) -> list[Tensor]:
     """What a product reads of one direction."""
     codes, scales = (weight.upcast if weight.format.is_exact_in_fp8 else weight.direction)(columnwise)
@@ -105,12 +116,7 @@ def test_each_operand_belongs_to_one_product() -> None:
 
 def test_another_gather_makes_the_operands_again() -> None:
     """Operands that no product has taken were made from the overwritten bytes."""
-    weights = weights_of(FP8_BLOCK)
-    operands = operands_of(weights)
-    for _ in range(2):
-        for place in (0, 1, 2):
-            operands.pop(place, columnwise=True)
-        operands.end_round()
+    weights, operands = after_two_rounds()
     operands.pop(0, columnwise=True)  # makes those of all
     weights[1].rowwise_data.fill_(3)
     operands.end_round()
@@ -120,24 +126,15 @@ def test_another_gather_makes_the_operands_again() -> None:
 
 def test_a_copy_into_a_gathered_weight_is_read() -> None:
     """Also where the operand of its last bytes was made with those of others."""
-    weights, other = weights_of(FP8_BLOCK), weights_of(FP8_BLOCK)[1]
-    operands = operands_of(weights)
-    for _ in range(2):
-        for weight in weights:
-            read(weight, True)
-        operands.end_round()
+    weights, _ = after_two_rounds()
+    other = weights_of(FP8_BLOCK)[1]
     read(weights[0], True)  # makes those of all
     weights[1].copy_(other)
     assert [*map(casts.sha, read(weights[1], True))] == [*map(casts.sha, read(other, True))]
 
 
 def test_memory_of_another_weight_that_was_freed_is_not_read() -> None:
-    weights = weights_of(FP8_BLOCK)
-    operands = operands_of(weights)
-    for _ in range(2):
-        for place in (0, 1, 2):
-            operands.pop(place, columnwise=True)
-        operands.end_round()
+    weights, operands = after_two_rounds()
     weights[1].rowwise_data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="it was freed or made smaller"):
         operands.pop(0, columnwise=True)
