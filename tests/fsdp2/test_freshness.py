@@ -384,11 +384,12 @@ class Scaled(Net):
 def test_a_root_of_plain_parameters_is_left_gathered(reshard: bool, only_plain: bool) -> None:
     model = models.sharded(Scaled(REFRESHED, 64, 96), reshard_after_forward=reshard)
     model.set_reshard_after_forward(False, recurse=False)
-    models.forward(model)
-    with torch.no_grad():
-        for parameter in models.held(model):
-            if not (only_plain and parameter.dim() > 1):
-                parameter.mul_(3.0)
+    for _ in range(2):
+        models.forward(model)
+        with torch.no_grad():
+            for parameter in models.held(model):
+                if not (only_plain and parameter.dim() > 1):
+                    parameter.mul_(3.0)
     check_fresh(model)
 
 
