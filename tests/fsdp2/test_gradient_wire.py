@@ -233,7 +233,7 @@ def copies(gradients: list[Tensor], ranks: int, out: Tensor, *, adds: bool = Fal
 
 
 def test_sums_that_are_left_to_fsdp2() -> None:
-    """FSDP2 adds up on other backends, and gradients and totals of other dtypes, classes or layouts."""
+    """FSDP2 adds up on other backends, gradients and totals of other dtypes, classes or layouts, and with a graph."""
     gradient, total = torch.ones(4, 6, dtype=BF16), torch.ones(4, 6)
     assert reduction.accumulate(gradient, total) is None
     with mock.patch.object(backends.load("cpu"), "lay_out", copies, create=True):
@@ -242,6 +242,7 @@ def test_sums_that_are_left_to_fsdp2() -> None:
         assert reduction.accumulate(gradient, total.bfloat16()) is None
         assert reduction.accumulate(gradient, torch.ones(6, 4).t()) is None
         assert reduction.accumulate(gradient.as_subclass(nn.Buffer), total) is None
+        assert reduction.accumulate(gradient.clone().requires_grad_(), total) is None
         assert (total == 1).all()
         assert reduction.accumulate(gradient, total) is total
     assert (total == 2).all()

@@ -50,7 +50,8 @@ class StorageSnapshot:
         tensors: tensors that users and hosts may replace the data of, by data of any dtype and
             size.
         buffers: tensors whose dtype and size stay the same, such as the buffers of a weight. Only
-            their addresses are compared, which takes less of every cast.
+            their addresses and the sizes of their storages are compared, since every cast pays for
+            each comparison.
     """
 
     def __init__(self, tensors: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:

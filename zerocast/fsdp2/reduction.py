@@ -6,9 +6,9 @@ Llama 3 8B and two ranks that takes the CPU 0.9 ms, and the kernel 1.7 times as 
 the same number of bytes. So the backend `cuda` does it in a launch that needs no table, with the
 same bits.
 
-Micro-batches that are not reduced add their gradients up in the dtype of the reduction. The kernel
-of torch for an FP32 and a bf16 operand takes twice as long as a copy of its bytes, and the same
-kernel of the backend does this too (`accumulate`).
+FSDP2 adds the gradients of micro-batches up in the dtype of the reduction. Torch's kernel for an
+FP32 and a bf16 operand takes 1.7 times as long as a copy of the same number of bytes, so the kernel
+of the backend does this too (`accumulate`).
 """
 
 from collections.abc import Sequence
@@ -60,9 +60,12 @@ def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
 def accumulate(gradient: Tensor, total: Tensor | None) -> Tensor | None:
     """Add a gradient to `total` in place, or return it in FP32 if there is no total yet. Return
     None and do nothing if that is left to FSDP2: for other operands than a bf16 gradient and an
-    FP32 total that are contiguous, and on devices whose backend has no kernel for it.
+    FP32 total that are contiguous, for a gradient that can be differentiated, and on devices whose
+    backend has no kernel for it.
     """
     if type(gradient) is not Tensor or gradient.dtype is not torch.bfloat16 or not gradient.is_contiguous():
+        return None
+    if gradient.requires_grad:
         return None
     kernel = getattr(backends.load(backends.choose(gradient.device)), "lay_out", None)
     if kernel is None:

@@ -229,6 +229,8 @@ class GatheredByGroup(FSDPParam):
                 self.all_gather_outputs = self.memory
             weight.receive_group()
 
+    # Torch 2.15 calls neither of these two: there autograd adds up the gradients of passes, in the
+    # dtype that they have.
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add the gradient of this pass to that of passes without a reduction, if there is one."""
         if self.unsharded_accumulated_grad is not None:
@@ -241,7 +243,9 @@ class GatheredByGroup(FSDPParam):
         super().to_accumulated_grad_if_needed()
 
     def _accumulate(self) -> None:
-        """Do so with few bytes, if the gradient is one for `accumulate`."""
+        """Add the gradient to the accumulated one by the backend's kernel, or keep it in FP32 if it
+        is the first one. FSDP2's own code does this for gradients that `accumulate` does not take.
+        """
         gradient = self._unsharded_param.grad
         if gradient is None or self.reduce_dtype is not torch.float32:
             return
