@@ -20,7 +20,8 @@ from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, OVERLAP, Run, Trainer, weight_bytes
 from tests.workers import on_ranks
 from zerocast import Recipe, ZeroAdamW, ZeroConfig
-from zerocast.optim import gradients, reduction
+from zerocast.distributed.bucket import IN_FLIGHT
+from zerocast.optim import reduction
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,21 @@ def test_a_later_step_allocates_nothing_large(world, deterministic, overlap):
         assert left <= 1024
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize(("bucket_size", "in_flight"), [(32, 4), (32 * 32 * 5 // IN_FLIGHT, 5)])
 @on_ranks(2)
-def test_so_many_buckets_are_in_flight(in_flight: int) -> None:
-    """`IN_FLIGHT` buckets are in flight if none arrives before it is waited for."""
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
-    optimizer = ZeroAdamW(model.named_parameters(), config=ZeroConfig(bucket_size=32 * 32))
+def test_so_many_buckets_are_in_flight(bucket_size: int, in_flight: int) -> None:
+    """As many as have `IN_FLIGHT * bucket_size` elements, or four weights, whichever is more, if none arrives before
+    it is waited for. Nothing is in flight beside the larger head.
+    """
+    head = nn.Linear(32, 4096, bias=False)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)), head)
+    optimizer = ZeroAdamW(model.named_parameters(), config=ZeroConfig(bucket_size=bucket_size))
     flying, counts = optimizer._reducer._flying, list[int]()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: counts.append(len(flying)))
-    with (
-        mock.patch.object(gradients, "IN_FLIGHT", in_flight),
-        mock.patch.object(reduction.Reduction, "is_complete", return_value=False),
-    ):
+    with mock.patch.object(reduction.Reduction, "is_complete", return_value=False):
         model(torch.randn(2, 32)).sum().backward()
-    assert (len(counts), max(counts)) == (6, in_flight)
+    assert (counts[:2], len(counts), max(counts)) == ([1, 1], 7, in_flight)
 
 
 @pytest.mark.parametrize("grad_dtype", [None, BF16, FP32])

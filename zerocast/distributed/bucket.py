@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 # The number of elements of a bucket, unless `ZeroConfig` has another one.
 BUCKET_SIZE = 32 * 1024 * 1024
-# The number of buckets of `bucket_size` elements that may be in flight at the same time. A larger
-# bucket may be in flight by itself. Each holds its gradients and this rank's part of their mean, in
-# the dtype in which gradients are reduced.
+# The number of buckets of `bucket_size` elements that may be in flight at the same time, and of
+# buckets that are each a larger weight (`most_in_flight`). Each holds its gradients and this rank's
+# part of their mean, in the dtype in which gradients are reduced.
 IN_FLIGHT = 8
+LARGER_IN_FLIGHT = 4
 IDENTITY = get_format("identity")
 
 
@@ -380,6 +381,20 @@ def _order(bucket: _Unplaced) -> int:
 
 def _end(slots: list[Slot]) -> int:
     return round_up(slots[-1].offset + slots[-1].numel, SHARD_ALIGNMENT_ELEMENTS) if slots else 0
+
+
+def most_in_flight(buckets: "Sequence[Bucket]", bucket_size: int) -> int:
+    """Return the number of elements of gradients that may be in flight at the same time. A bucket
+    with more may be in flight by itself.
+
+    A compiled block produces all its gradients together, and they are reduced while the next block
+    is computed only if all of them may be in flight. Most elements of a large block are in the
+    three matrices of its MLP, which have one size. The embedding and the head may be larger. So the
+    fourth largest bucket counts, and four times its elements are more than a block has.
+    """
+    sizes = sorted((bucket.numel for bucket in buckets), reverse=True)
+    larger = LARGER_IN_FLIGHT * sizes[LARGER_IN_FLIGHT - 1] if len(sizes) >= LARGER_IN_FLIGHT else 0
+    return max(IN_FLIGHT * bucket_size, larger)
 
 
 def flat_numel(buckets: list[Bucket]) -> int:

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zerocast.distributed.bucket import IN_FLIGHT, Bucket, FlatBuffer, Layout, Slot, flat_numel, lay_out
+from zerocast.distributed.bucket import Bucket, FlatBuffer, Layout, Slot, flat_numel, lay_out, most_in_flight
 from zerocast.distributed.owned_matrices import most_sent, rounds
 from zerocast.footprint.weight_bytes import (
     FP32,
@@ -183,7 +183,7 @@ def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int
     arrived = dict.fromkeys(missing, 0)
     # Elements and bytes of each bucket whose collective is in flight, and the most elements.
     flying: deque[tuple[int, int]] = deque()
-    most_flying = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
+    most_flying = most_in_flight(layout.gradients, config.bucket_size) if ranks > 1 else 0
     waiting = peak = 0
     for name, tensor, _ in reversed(tensors):
         bucket = bucket_of[name]

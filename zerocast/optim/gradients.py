@@ -5,10 +5,10 @@ Every backward pass outside `no_sync` is a round. A round reduces each bucket ex
 bucket order, on every rank. A parameter without a gradient counts as zero. Hooks start a bucket
 once it and all before it are complete, and the end of the backward pass starts the rest. On GPUs
 reductions are written into the shard on a separate stream. The stream that computes gradients waits
-for them at the end of the pass, or earlier if `IN_FLIGHT` buckets are in flight: a compiled block
-produces all its gradients together, and the next block is computed while they are sent. After a
-round every parameter has a `ReducedGradient`, even if it had no gradient, so that all ranks see the
-same gradients.
+for them at the end of the pass, or earlier if `most_in_flight` elements are in flight: a compiled
+block produces all its gradients together, and the next block is computed while they are sent. After
+a round every parameter has a `ReducedGradient`, even if it had no gradient, so that all ranks see
+the same gradients.
 
 A rank without any gradient in a pass begins no round, and its next round is the one that others
 have begun in that pass. When `no_sync` first begins in a step, ranks start to exchange how many
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.distributed.agreement import check_same_call
-from zerocast.distributed.bucket import IN_FLIGHT, Bucket
+from zerocast.distributed.bucket import Bucket, most_in_flight
 from zerocast.distributed.group import Flight, Group
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
@@ -121,6 +121,7 @@ class GradientReducer:
             for slot, part in zip(bucket.slots, self._parts[index], strict=True)
         }
         self._flying: list[Reduction] = []
+        self._most_in_flight = most_in_flight(buckets, config.bucket_size)
         # The stream that writes reductions into the shard. None on a CPU and for a single rank.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and group.size > 1 else None
         self._filling: dict[int, Filling] = {}
@@ -374,8 +375,7 @@ class GradientReducer:
 
     def _make_room(self, numel: int) -> None:
         """Finish the oldest reductions until `numel` more elements may be in flight."""
-        most = IN_FLIGHT * self._config.bucket_size
-        while self._flying and numel + sum(reduction.numel for reduction in self._flying) > most:
+        while self._flying and numel + sum(reduction.numel for reduction in self._flying) > self._most_in_flight:
             self._flying.pop(0).finish()
 
     def end_pass(self, end: _End) -> None:
