@@ -6,8 +6,8 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, and 55 KB of shared memory a thread block
-constexpr int kStages = 2;     // of WarpRing: four were slower
+constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, and 66 KB of shared memory a thread block
+constexpr int kStages = 3;     // of WarpRing: two took 1 % longer, and four 11
 constexpr int kRows = one_pass_rows(kWarps);
 static_assert(kOnePass8bitShape.threads() == kThreads && kOnePass8bitShape.lane_columns == kOnePassColumns &&
               kRows == kPanelRows);
@@ -23,16 +23,27 @@ class KeptRows {
     finite_row(r, x);
     add_poison<kOnePassColumns>(x, poison_);
   }
-  __device__ void finite_row(int r, const AmaxRow& x) {
-    const Kept<Nominal, kWarps> kept;
-    kept.keep(r, x);
-  }
+  __device__ void finite_row(int r, const AmaxRow& x) { kept_.keep(r, x); }
   __device__ void finite_rows(float most) { most_ = fmaxf(most_, most); }
   __device__ float most() const { return most_; }
   __device__ float poison() const { return poison_; }
 
  private:
+  Kept<Nominal, kWarps> kept_;
   float most_ = 0.0f, poison_ = 0.0f;
+};
+
+// What a thread block finds before its loops and needs behind them. There it is in shared memory, so
+// that the loops have the registers.
+struct Tile {
+  OnePassLane lane;  // of the first thread
+  Weight weight;
+  uint64_t master, data;  // addresses of the weight's element 0
+
+  __device__ OnePassLane lane_of_thread() const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return lane.at(thread / kWarpLanes * kRows, thread % kWarpLanes * kOnePassColumns);
+  }
 };
 
 template <class Grad, class Nominal, class E, Grid kGrid>
@@ -40,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adam_8bit_cast_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items,
                           PieceBases bases, AdamInputs adam, const int64_t* steps, AmaxSink out, BaseList row_data) {
   __shared__ CodeValues values;
+  __shared__ Tile tile;
   KeptRows<Nominal> rows;
   {
     // Loads that do not need each other are in flight at once.
@@ -51,21 +63,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const PieceStep<Grad> step(bases, no_cuts, piece, adam, steps, values);
     const Weight w = weight_of(table, item);
     const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
+    Tile first{lane, w, origin_of<Float32>(bases.master, w), data_of(row_data, w)};
+    // Without this the compiler loads what only one thread needs behind the branch, where it waits for each.
+    asm volatile("" : "+l"(first.master), "+l"(first.data));
+    if (threadIdx.x == 0) tile = first;
     values_of_thread.store(values);
     if (skips) return;
     update_panel<kRows, kStages>(step, {lane, w, out}, rows);
     note_poison(w, out, rows.poison());
   }
-  // Found once more, so that the loops above have these registers; and loaded before the thread block
-  // waits for its last warp, since each of these addresses depends on the one before.
-  const Item item = items[blockIdx.x];
-  const Weight w = weight_of(table, item);
-  const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
-  const uint64_t master = origin_of<Float32>(bases.master, w), data = data_of(row_data, w);
+  const OnePassLane lane = tile.lane_of_thread();
   const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(rows.most());
   const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
-  store_amax<kGrid, kWarps>(lane, w, out, amaxes.block);
-  write_codes<Nominal, E, kWarps>(lane, master, data, multiplier);
+  store_amax<kGrid, kWarps>(lane, tile.weight, out, amaxes.block);
+  write_codes<Nominal, E, kWarps>(lane, tile.master, tile.data, multiplier);
 }
 
 }  // namespace

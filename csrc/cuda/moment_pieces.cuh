@@ -78,8 +78,11 @@ struct LanePointers {
 
   // The same of element `offset` from here.
   __device__ LanePointers at(int64_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
-  // An offset of 32 bits takes fewer instructions.
-  __device__ LanePointers later(uint32_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
+  // The same of element `4 * fours`: an address is one instruction, a product of 32 bits and a sum.
+  __device__ LanePointers later(uint32_t fours) const {
+    const uint64_t offset = uint64_t{fours} * kLaneElements;
+    return {p + offset, g + offset, m + offset, v + offset};
+  }
 
   // True if four elements may be read and written at once.
   __device__ bool aligned() const {
@@ -170,16 +173,13 @@ class WarpRing {
   // Waits for the stage of which the loads ended kStages calls of `commit` ago.
   __device__ LaneElements<Grad> take(int stage) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-    const LaneElements<Grad> x = of_lane(stage).load();
-    __syncwarp();
-    return x;
+    return of_lane(stage).load();
   }
 
  private:
   __device__ LanePointers<Grad> of_lane(int stage) const {
     Group& group = groups_[stage];
-    return LanePointers<Grad>{group.masters, group.grads, group.first, group.second}.later(threadIdx.x % kWarpLanes *
-                                                                                           kLaneElements);
+    return LanePointers<Grad>{group.masters, group.grads, group.first, group.second}.later(threadIdx.x % kWarpLanes);
   }
 
   template <int kBytes>
@@ -306,8 +306,6 @@ class LaneMoments {
   }
 
  private:
-  // Positive floats are in the order of their bits.
-  __device__ static float largest_of_warp(float most) { return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, bits(most))); }
   __device__ static uint32_t bits(float x) { return __float_as_uint(x); }
 
   Updated elements_[kLaneElements];
@@ -420,10 +418,10 @@ struct PieceStep {
   template <int kGroups, int kStages, class Stride, class Amaxes>
   __device__ void whole_groups(int64_t group, int64_t element, Stride stride, const AmaxPlace& panel, int row,
                                Amaxes& amaxes) const {
-    static_assert(2 * kGroups <= kWarpLanes && kGroups % kStages == 0);
+    static_assert(2 * kGroups <= kWarpLanes && kGroups >= kStages);
     constexpr bool kConstant = !std::is_same_v<Stride, int64_t>;
     const int64_t apart = stride;
-    const uint32_t step = static_cast<uint32_t>(apart);
+    const uint32_t step = static_cast<uint32_t>(apart), fours = step / kLaneElements;
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     const LanePointers<Grad> origin = arrays.elements.at(element + lane * kLaneElements);
     Randoms randoms(key, element + lane * kLaneElements);
@@ -431,11 +429,10 @@ struct PieceStep {
     float* const scale = (lane < kGroups ? arrays.first_scales : arrays.second_scales) + group +
                          lane % kGroups * (apart / MomentPiece::kGroup);
     float old_scale = lane < 2 * kGroups ? *scale : 0.0f, new_largest = 0.0f;
-    // Constant distances are parts of instructions. Others are added to the first place: moving on
-    // takes more registers.
+    // Distances that are not constant are added to the first place: moving on takes more registers.
     LanePointers<Grad> here = origin;
     uint32_t offset = 0;
-    const auto at = [&](int k) { return kConstant ? here.later(k * step) : origin.later(offset + k * step); };
+    const auto at = [&](int k) { return kConstant ? here.later(k * fours) : origin.later(offset + k * fours); };
     const WarpRing<Grad, kStages> ring;
 #pragma unroll
     for (int k = 0; k < kStages; ++k) {
@@ -443,35 +440,34 @@ struct PieceStep {
       ring.commit();
     }
     uint32_t most = 0;
+    int stage = 0;
+    // Not unrolled: the update of a group is long.
 #pragma unroll 1
-    for (int i = 0; i < kGroups; i += kStages) {
-#pragma unroll
-      for (int k = 0; k < kStages; ++k) {
-        const LaneElements<Grad> loaded = ring.take(k);
-        if (i + kStages < kGroups) ring.load(k, at(kStages + k));
-        ring.commit();
-        const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i + k),
-                            __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i + k)};
-        const LaneMoments<Grad> moments(loaded, old, s, values);
-        const Group found(moments, s);
-        const LaneResults results = update(moments, found, s, values, randoms);
-        at(k).store_masters(results);
-        at(k).store_codes(results);
-        const AmaxRow x{results.masters[0], results.masters[1], results.masters[2], results.masters[3]};
-        if constexpr (Amaxes::kTakesMost) {
-          amaxes.finite_row(row + i + k, x);
-          most = __vimax3_u32(most, __float_as_uint(greater_or_nan(fabsf(x[0]), fabsf(x[1]))),
-                              __float_as_uint(greater_or_nan(fabsf(x[2]), fabsf(x[3]))));
-        } else {
-          amaxes.row(panel, row + i + k, x);
-        }
-        new_largest = lane == i + k ? found.largest.first : lane == kGroups + i + k ? found.largest.second : new_largest;
-        randoms.lower += step;
-      }
-      if (kConstant) {
-        here = here.later(kStages * step);
+    for (int i = 0; i < kGroups; ++i) {
+      const LaneElements<Grad> loaded = ring.take(stage);
+      if (i + kStages < kGroups) ring.load(stage, at(kStages));
+      ring.commit();
+      const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i)};
+      const LaneMoments<Grad> moments(loaded, old, s, values);
+      const Group found(moments, s);
+      const LaneResults results = update(moments, found, s, values, randoms);
+      at(0).store_masters(results);
+      at(0).store_codes(results);
+      const AmaxRow x{results.masters[0], results.masters[1], results.masters[2], results.masters[3]};
+      if constexpr (Amaxes::kTakesMost) {
+        amaxes.finite_row(row + i, x);
+        most = __vimax3_u32(most, __float_as_uint(greater_or_nan(fabsf(x[0]), fabsf(x[1]))),
+                            __float_as_uint(greater_or_nan(fabsf(x[2]), fabsf(x[3]))));
       } else {
-        offset += kStages * step;
+        amaxes.row(panel, row + i, x);
+      }
+      new_largest = lane % kGroups == i ? (lane < kGroups ? found.largest.first : found.largest.second) : new_largest;
+      randoms.lower += step;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if (kConstant) {
+        here = here.later(fours);
+      } else {
+        offset += fours;
       }
     }
     if (lane < 2 * kGroups) *scale = group_scale(new_largest);
@@ -480,7 +476,7 @@ struct PieceStep {
       const LanePointers<Grad> first = arrays.elements.at(element + lane * kLaneElements);
 #pragma unroll 1
       for (int i = 0; i < kGroups; ++i) {
-        const Four<Float32> p = Four<Float32>::load(first.later(i * step).p);
+        const Four<Float32> p = Four<Float32>::load(first.later(i * fours).p);
         amaxes.row(panel, row + i, {p[0], p[1], p[2], p[3]});
       }
     }

@@ -30,25 +30,49 @@ struct FourElements {
 template <class Nominal, int kWarps>
 class Kept {
  public:
-  using Pair = std::conditional_t<std::is_same_v<Nominal, Bfloat16>, __nv_bfloat162, __half2>;
+  __device__ Kept() {
+    __shared__ uint2 kept[one_pass_rows(kWarps)][kWarpLanes * kWarps];
+    first_ = static_cast<uint32_t>(__cvta_generic_to_shared(&kept[0][threadIdx.x]));
+    // Kept in a register: the compiler would find it again for each row.
+    asm volatile("" : "+r"(first_));
+  }
 
   __device__ void keep(int r, const float (&x)[kOnePassColumns]) const {
-    if constexpr (std::is_same_v<Nominal, Bfloat16>) {
-      row(r)[0] = __floats2bfloat162_rn(x[0], x[1]), row(r)[1] = __floats2bfloat162_rn(x[2], x[3]);
-    } else {
-      row(r)[0] = __floats2half2_rn(x[0], x[1]), row(r)[1] = __floats2half2_rn(x[2], x[3]);
-    }
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(row(r)), "r"(pair(x[0], x[1])), "r"(pair(x[2], x[3])) : "memory");
   }
   __device__ FourElements read(int r, const float*) const {
-    const Pair a = row(r)[0], b = row(r)[1];
-    return {{__low2float(a), __high2float(a)}, {__low2float(b), __high2float(b)}};
+    uint32_t a, b;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(row(r)) : "memory");
+    return {widen(a), widen(b)};
   }
 
  private:
-  __device__ static Pair* row(int r) {
-    __shared__ alignas(8) Pair kept[one_pass_rows(kWarps)][kWarpLanes * kWarps][2];
-    return kept[r][threadIdx.x];
+  __device__ uint32_t row(int r) const { return first_ + r * static_cast<int>(sizeof(uint2) * kWarpLanes * kWarps); }
+
+  __device__ static uint32_t pair(float a, float b) {
+    if constexpr (std::is_same_v<Nominal, Bfloat16>) {
+      return bits_of_pair(__floats2bfloat162_rn(a, b));
+    } else {
+      return bits_of_pair(__floats2half2_rn(a, b));
+    }
   }
+  template <class Pair>
+  __device__ static uint32_t bits_of_pair(const Pair& pair) {
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
+  }
+  __device__ static float2 widen(uint32_t pair) {
+    if constexpr (std::is_same_v<Nominal, Bfloat16>) {
+      return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
+    } else {
+      __half2 halves;
+      memcpy(&halves, &pair, sizeof halves);
+      return __half22float2(halves);
+    }
+  }
+
+  uint32_t first_;
 };
 
 // FP32 elements would not fit: they are read again from where they have just been written.
@@ -74,13 +98,13 @@ __device__ LaneAmaxes amaxes_of_lanes(float most) {
   constexpr int kLanes = kWarpLanes / kAcross, kParts = kWarps * kAcross;
   __shared__ float parts[kParts];  // a value for each warp and block
   const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
-  const float part = greatest<kLanes>(most);
+  const float part = kLanes == kWarpLanes ? largest_of_warp(most) : greatest<kLanes>(most);
   if (lane % kLanes == 0) parts[warp * kAcross + lane / kLanes] = part;
   __syncthreads();
   float group = 0.0f;
 #pragma unroll
   for (int i = 0; i < kParts; i += kWarpLanes) group = fmaxf(group, parts[(i + lane) % kParts]);
-  group = greatest<kWarpLanes>(group);
+  group = largest_of_warp(group);
   if constexpr (kGrid == Grid::kSquare128) return {group, group};
   float block = 0.0f;
 #pragma unroll
@@ -126,8 +150,18 @@ __device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t d
   const auto masters = [&](int r) { return reinterpret_cast<const float*>(master) + lane.element + r * lane.pitch; };
   const auto at = [&](int r, int c) { return data + (lane.element + r * lane.pitch) / kInByte + c / kInByte; };
   if (stores_words<E, kWarps>(lane, data)) {
-#pragma unroll 4
-    for (int r = 0; r < kRows; ++r) *reinterpret_cast<Word*>(at(r, 0)) = codes_of(kept.read(r, masters(r)));
+    const int64_t row_bytes = lane.pitch / kInByte;
+    uint64_t to = at(0, 0);
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int r = 0; r < kRows; r += kAtOnce) {
+      // All are read before one is stored: the compiler cannot know that these are different places.
+      FourElements rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) rows[i] = kept.read(r + i, masters(r + i));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i, to += row_bytes) *reinterpret_cast<Word*>(to) = codes_of(rows[i]);
+    }
     return;
   }
 #pragma unroll 1

@@ -24,6 +24,15 @@ struct Lane {
     return {clamp(start - e), min(clamp(stop - e), clamp(columns - column))};
   }
 
+  // The lane `r` rows below and `c` columns to the right.
+  __device__ Lane at(int r, int c) const {
+    Lane lane = *this;
+    lane.row += r;
+    lane.column += c;
+    lane.element += r * pitch + c;
+    return lane;
+  }
+
   // True if all elements of `height` rows are owned, with `before` more before and `after` behind
   // them.
   __device__ bool whole(int height, int before = 0, int after = 0) const {
@@ -193,6 +202,12 @@ template <class Storage>
 __device__ uint64_t origin_of(const BaseList& bases, const Weight& w) {
   return bases.addresses[w[column::MASTER_BASE]] +
          (w[column::MASTER_OFFSET] - w.start()) * static_cast<int64_t>(sizeof(typename Storage::Word));
+}
+
+// The largest of a warp's numbers, none of which is negative: such are in the order of their bits, and
+// NaN is greater.
+__device__ inline float largest_of_warp(float most) {
+  return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
 }
 
 // The maximum over `lanes` neighbouring lanes, in all of them.
