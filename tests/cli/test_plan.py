@@ -30,7 +30,8 @@ from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
-from zerocast.footprint.shapes import PRESET_FILE, Parameter, presets, read_model
+from zerocast.footprint.model_files import PRESET_FILE, presets, read_model
+from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.footprint.zero_bytes import cut_amaxes
 from zerocast.formats import get_format

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.page import ROOT
 from zerocast.footprint.footprint import Setup, footprint
-from zerocast.footprint.shapes import read_model
+from zerocast.footprint.model_files import read_model
 from zerocast.footprint.weight_bytes import PlannedConfig
 
 REPORTS = ROOT / "tests/benchmarks/reports"

@@ -10,7 +10,7 @@ from torch import nn
 import zerocast
 from tests.fuzz.call_limits import LENGTHS, fuzz, refuses
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, ZeroConfig, get_format
-from zerocast.footprint.shapes import listed
+from zerocast.footprint.model_files import listed
 from zerocast.formats import format_names
 from zerocast.quantize import cast_whole
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
-from zerocast.footprint.shapes import presets
+from zerocast.footprint.model_files import presets
 
 # The names of dtypes of masters and of nominal weights.
 Dtype = Literal["bfloat16", "float16", "float32"]

@@ -8,7 +8,7 @@ from zerocast.cli import interrupts
 from zerocast.cli.options import PlanConfig
 from zerocast.cli.output import check_folder
 from zerocast.cli.plan_report import report
-from zerocast.footprint.shapes import read_model
+from zerocast.footprint.model_files import read_model
 from zerocast.formats import get_format
 
 

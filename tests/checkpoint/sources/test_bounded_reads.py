@@ -17,7 +17,7 @@ from zerocast import optim
 from zerocast.bench.report import stored_ratios
 from zerocast.checkpoint.manifest import NAME, digest
 from zerocast.checkpoint.sources import open_source
-from zerocast.footprint.shapes import read_model
+from zerocast.footprint.model_files import read_model
 from zerocast.optim import Checkpoints
 
 SECONDS = 20
