@@ -149,7 +149,7 @@ class CastManager:
         Raises RuntimeError if ranks disagree in the headers of the step that ends, which are read
         before the cast.
         """
-        if self._is_due and not self.plan.param_groups.step_goes_on:
+        if self._is_due and not self.plan.param_groups.is_stepping_in_backward:
             self.plan.status.next_step()
             self.cast()
             return
@@ -271,7 +271,7 @@ class CastManager:
                 warnings.warn(f"no state of delayed scaling for {name}: it starts again from its amax", stacklevel=3)
         self._is_due = True
         self._stepped = False
-        self.plan.param_groups.free()
+        self.plan.param_groups.reshard()
 
     # -- weights that are left gathered
 
@@ -306,22 +306,23 @@ class CastManager:
         """
         plan = self.plan
         plan.check_sharded()
-        plan.param_groups.before_forward(plan.model)
-        groups = plan.param_groups
-        begun = groups.begun()
-        plain_written = any(map(torch_fsdp.has_plain_writes, begun))
-        is_written = False
-        left_gathered = groups.left_gathered(begun, plan.model)
-        # Weights report writes to plain parameters too, which have no header.
-        if plain_written or (left_gathered and plan.has_moved()):
+        param_groups = plan.param_groups
+        param_groups.discard_failed_backward(plan.model)
+        gathered = param_groups.gathered_groups()
+        plain_written = any(map(torch_fsdp.has_plain_writes, gathered))
+        any_left_gathered = param_groups.any_left_gathered(gathered, plan.model)
+        # Plain parameters have no header, so prepared weights report writes to them.
+        if plain_written or (any_left_gathered and plan.has_moved()):
             for weight in self.weights:
                 weight.mark_written()
-        if left_gathered:
+        is_written = False
+        if any_left_gathered:
             is_written = plan.exchange_statuses()
+            # All ranks now know of the writes.
             for weight in self.weights:
                 weight.mark_readable()
         # A gather of other groups may have made another cast of written masters.
-        groups.gather_old_again(begun, plan.generation, is_written)
+        param_groups.gather_again_if_stale(gathered, plan.generation, is_written)
 
     # -- verification
 

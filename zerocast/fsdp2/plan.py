@@ -414,7 +414,7 @@ class ShardPlan(Plan):
         self._exchange(
             (reduction, group.weights, [ShardStatus.PARTIAL] * len(group.weights) if is_partial else group.statuses())
             for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
-            if any(weight.group.sent != self.generation for weight in group.weights)
+            if any(weight.group.sent_cast != self.generation for weight in group.weights)
         )
 
     def exchange_statuses(self) -> bool:

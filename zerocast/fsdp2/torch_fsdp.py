@@ -271,16 +271,16 @@ def take_over_param(param: Any) -> None:
         param.seen_as = list(zip(modules, names, strict=True))
 
 
-class NotedGroup(FSDPParamGroup):
-    """An FSDPParamGroup in a prepared model. It notes when its gathers begin.
+class TrackedGroup(FSDPParamGroup):
+    """An FSDPParamGroup in a prepared model, which records when its last gather began.
 
     Attributes:
-        plain_params: its FSDPParams without prepared weights.
-        plain_versions: the version counters of their parameters when the last gather began.
-            Autograd counts writes to a parameter and writes to its local tensor apart.
-        is_of_this_pass: True from the moment that a forward pass gathers or prefetches it until a
-            forward pass of the prepared model compares what is gathered. FSDP2 gathers the weights
-            of that model itself just before, and prefetches others: these gathers are not old.
+        plain_params: the FSDPParams without prepared weights. Fixed.
+        plain_versions: the version counters of their parameters at the start of the last gather.
+            Autograd counts writes to a parameter and writes to its local tensor separately.
+        is_of_this_pass: True if the current forward pass started the last gather. FSDP2 gathers the
+            parameters of the prepared model itself, and prefetches other groups, just before the
+            model's forward hook looks for gathers of earlier passes. The hook resets this.
     """
 
     plain_params: list[Any]
@@ -288,8 +288,8 @@ class NotedGroup(FSDPParamGroup):
     is_of_this_pass: bool
 
     @property
-    def is_begun(self) -> bool:
-        """True from the start of a gather until its parameters are freed."""
+    def is_gathered_or_in_flight(self) -> bool:
+        """True from the start of a gather until the group is resharded."""
         return self._all_gather_result is not None or self.is_unsharded
 
     def count_plain_writes(self) -> list[tuple[int, int]]:
@@ -312,17 +312,19 @@ class NotedGroup(FSDPParamGroup):
 _plain_versions = operator.attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
 
 
-def note_gathers(
-    group: Any, prepared: Sequence[Any], is_of_this_pass: bool, kind: type[NotedGroup] = NotedGroup
+def track_gathers(
+    group: Any, prepared: Sequence[Any], is_of_this_pass: bool, kind: type[TrackedGroup] = TrackedGroup
 ) -> None:
-    """Replace the class of an FSDPParamGroup, some of whose FSDPParams are `prepared`."""
+    """Make an FSDPParamGroup a TrackedGroup of class `kind`. Its `prepared` FSDPParams hold
+    prepared weights.
+    """
     group.__class__ = kind
     group.plain_params = [param for param in group.fsdp_params if param not in prepared]
     group.plain_versions = group.count_plain_writes()
     group.is_of_this_pass = is_of_this_pass
 
 
-class GroupOfWeights(NotedGroup):
+class GroupOfWeights(TrackedGroup):
     """An FSDPParamGroup of prepared weights. It notifies `weights`, a weak reference to their
     ParamGroup, when their products of a pass have ended.
 
@@ -439,7 +441,7 @@ def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
     _, *others = params
     placements = {param: param.fsdp_placement for param in prepared if param.fsdp_placement.dim}
     # This is its first gather, which has begun.
-    note_gathers(group, prepared, True, GroupOfInnerShards if placements else GroupOfWeights)
+    track_gathers(group, prepared, True, GroupOfInnerShards if placements else GroupOfWeights)
     group.placements = placements
     group.each, group.prepared = group.fsdp_params, params
     group.merged_params = [param for param in group.each if param not in others]
@@ -453,7 +455,7 @@ def is_plain(group: Any) -> bool:
 
 
 def has_plain_writes(group: Any) -> bool:
-    """Return whether plain parameters of a NotedGroup were written since its last gather began."""
+    """Return True if plain parameters of a TrackedGroup were written since its gather began."""
     written: bool = group.count_plain_writes() != group.plain_versions
     return written
 

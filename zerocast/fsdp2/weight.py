@@ -178,15 +178,18 @@ class FSDPWeight:
     @property
     def local(self) -> Any:
         """The MasterParameter that is the local tensor of FSDP2's parameter. Raises RuntimeError if
-        the wrapper was lost.
+        something has replaced it.
         """
-        local = self.param()._sharded_local_tensor
-        if getattr(local, "weight", None) is self:
-            return local
-        raise RuntimeError(
-            f"{self.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in high precision: "
-            "load through load_state_dict, or write into the parameter"
-        )
+        self.check_not_replaced()
+        return self.param()._sharded_local_tensor
+
+    def check_not_replaced(self) -> None:
+        """Raise RuntimeError if something has replaced the MasterParameter by a plain tensor."""
+        if getattr(self.param()._sharded_local_tensor, "weight", None) is not self:
+            raise RuntimeError(
+                f"{self.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in high "
+                "precision: load through load_state_dict, or write into the parameter"
+            )
 
     def was_replaced_with_grad(self, parameter: Tensor) -> bool:
         """Return True if `parameter` is no longer FSDP2's parameter of this weight while the
@@ -399,7 +402,7 @@ class FSDPWeight:
         unsharded.state.fp8_weight_gradients = self.fp8_weight_gradients
         unsharded.state.host_casts_gradient = True
         self.unsharded = unsharded
-        self.group.note_unsharded(self.index)
+        self.group.after_unsharded(self.index)
         if self.index == 0:
             self.receive_group()
         return self.presentation.show(unsharded), freed_with_it
@@ -409,9 +412,9 @@ class FSDPWeight:
         lay out scales. Called with the first weight of every gather, once all bytes have arrived.
         """
         group = self.group
-        if group.compare_headers() and group.sent == self.manager.plan.generation:
+        if group.compare_headers() and group.sent_cast == self.manager.plan.generation:
             self.manager.cast_again()
-        if group.sent != self.manager.plan.generation:
+        if group.sent_cast != self.manager.plan.generation:
             group.gather_bytes_again(self.manager.plan.generation)
             group.compare_headers()
         group.finish_gather()
