@@ -28,7 +28,7 @@ from zerocast.fsdp2.weight import FSDPWeight
 NOT_FINITE_FLAG, REFUSED_FLAG, REPLICAS_DIFFER_FLAG = 1, 2, 3
 
 # The largest number of casts that a replica reports to have made by itself. The buffer may be bf16.
-MOST_CASTS_APART = 256
+MAX_REPLICA_ONLY_CASTS = 256
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class StepAmaxes(PackedAmaxes[str]):
         measured: the weights whose amaxes an optimizer step has left in the buffer. They hold until
             something else writes to the masters.
         is_refused: True during a cast that this rank cannot make, or whose masters are partial.
-        casts_apart: the casts that this replica has made alone since the last cast of all replicas.
-            None during a cast of this replica only.
+        replica_only_casts: the number of casts that this replica has made without the others since
+            the last cast of all replicas. None during such a cast.
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
@@ -124,12 +124,14 @@ class StepAmaxes(PackedAmaxes[str]):
         layout = layout_of_shards(weights, reduction)
         super().__init__(layout, dtype, weights[0].master.device, reduction.group, reduction.device)
         self._replicas = reduction.replicas
-        # The flags, and the largest number of casts apart with the negative of the smallest.
-        self._casts_apart = self._part(layout.call)
+        # The number of replica-only casts of this replica and its negative, of which a reduction
+        # leaves the largest and the negative of the smallest.
+        self._casts_range = self._part(layout.call)
+        # The flags followed by these two numbers.
         self._of_replicas = self._part(Span(layout.flags.start, layout.call.stop))
         self.measured, self._coded = frozenset[str](), frozenset[str]()
         self.is_refused = False
-        self.casts_apart: int | None = 0
+        self.replica_only_casts: int | None = 0
 
     @property
     def coded(self) -> frozenset[str]:
@@ -154,13 +156,13 @@ class StepAmaxes(PackedAmaxes[str]):
         if self.is_refused:
             self.flags.fill_(REFUSED_FLAG)
         super().reduce()
-        if self._replicas.size > 1 and self.casts_apart is not None:
-            apart = min(self.casts_apart, MOST_CASTS_APART)
-            torch.linspace(apart, -apart, 2, out=self._casts_apart)
+        if self._replicas.size > 1 and self.replica_only_casts is not None:
+            count = min(self.replica_only_casts, MAX_REPLICA_ONLY_CASTS)
+            # This writes both numbers in one launch.
+            torch.linspace(count, -count, 2, out=self._casts_range)
             self._reduce_part(self._of_replicas, self._replicas, "the reports of replicas on a cast")
-            # The sum of the two is the difference of the replicas. On a GPU the CPU does not know
-            # it.
-            differ = (self._casts_apart.sum() != 0).to(self.flags.dtype)
+            # The sum of the two is the difference between replicas. It stays on the device.
+            differ = (self._casts_range.sum() != 0).to(self.flags.dtype)
             self.flags.copy_(self.flags.maximum(REPLICAS_DIFFER_FLAG * differ))
 
     def begin(self) -> None:

@@ -150,7 +150,7 @@ class FusedAdamW(torch.optim.Optimizer):
             super().__init__(given, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         except (TypeError, ValueError) as error:
             problem = error
-        mesh, action = _mesh_of(tree_leaves(given)), "builds a FusedAdamW"
+        mesh, action = _reduction_mesh(tree_leaves(given)), "builds a FusedAdamW"
         # Before parameters are compared, since `moment_dtype` says whether that needs their names.
         validate_across_ranks(_groups_of(mesh), [], problem, action, {"moment_dtype": moment_dtype})
         self._agree(mesh, None, action)
@@ -188,7 +188,7 @@ class FusedAdamW(torch.optim.Optimizer):
         except (TypeError, ValueError) as error:
             problem = error
         try:
-            self._agree(_mesh_of(given["params"]), problem, "adds parameters to a FusedAdamW")
+            self._agree(_reduction_mesh(given["params"]), problem, "adds parameters to a FusedAdamW")
         except Exception:
             del self.param_groups[count:]
             raise
@@ -462,7 +462,7 @@ class FusedAdamW(torch.optim.Optimizer):
         moments and hyperparameters that are out of range, and for different parameters.
         """
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
-        mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
+        mesh = _reduction_mesh(parameter for group in self.param_groups for parameter in group["params"])
         validate_across_ranks(_groups_of(mesh), [], problem, "loads the state of a FusedAdamW")
         in_use = {id(value) for moments in self._all_moments().values() for value in moments.values()}
         self._bound = []
@@ -697,7 +697,7 @@ class CapturableFusedStep(CapturableStep):
         """True if the cast computes the first scales of delayed scaling, which needs the CPU, or if
         this replica has casts of its own to report, which a graph cannot.
         """
-        return any(manager.plan.must_seed or manager.plan.casts_apart for manager in self._optimizer.managers)
+        return any(manager.plan.must_seed or manager.plan.replica_only_casts for manager in self._optimizer.managers)
 
     def step_without_graph(self) -> object:
         """Take an ordinary step and cast."""
@@ -758,7 +758,7 @@ def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
+def _reduction_mesh(tensors: Iterable[Any]) -> DeviceMesh | None:
     """Return the largest mesh that any of these tensors is sharded over. None if none is."""
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return max(meshes, key=DeviceMesh.size, default=None)

@@ -1,10 +1,12 @@
 """CastManager decides when the prepared weights of a model are cast.
 
-An optimizer step makes a cast due on every rank. The next gather is a collective, so it comes on
-every rank, and casts all weights first, however many optimizers stepped. Only one rank knows of any
-other write to a master, and no collective may depend on that. So this rank gathers as usual, and
-reports the write in the header of its bytes (`gather_status.py`). After the gather every rank knows
-the reports of all: if all were written to, all cast and gather again. If only some were, all raise.
+An optimizer step makes a cast due on every rank. The next gather is a collective, so every rank
+calls it, and it first casts all weights, once, however many optimizers have stepped.
+
+Any other write to a master may be known to one rank only, so no collective may depend on it. That
+rank gathers as usual and reports the write in the header of its bytes (`gather_status.py`). After
+the gather every rank has the reports of all. If all report a write, all cast and gather again. If
+only some do, all raise.
 """
 
 import warnings
@@ -28,14 +30,14 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity, changed_together
 
-BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
+SWITCH_BETWEEN_STEPS = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
 _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
 
 
 def validity_of(owner: nn.Module | Optimizer) -> Validity:
-    """Return the validity of a model's plain parameters, or of an optimizer's state, which a step
-    of FusedAdamW or a load writes together with the masters.
+    """Return the validity of what a step of FusedAdamW or a load writes together with the masters:
+    the plain parameters of a model, or the state of an optimizer.
     """
     if owner not in _validities:
         _validities[owner] = Validity(LOAD)
@@ -43,17 +45,18 @@ def validity_of(owner: nn.Module | Optimizer) -> Validity:
 
 
 class CastManager:
-    """The casts of `model`, whose prepared weights are cast together.
+    """Casts the prepared weights of `model`, all together.
 
     Args:
         model, weight_mesh, keep_codes: as in ShardPlan.
-        plain: the names of its other parameters of two or more dimensions.
+        plain: the names of the other parameters of two or more dimensions.
         sizes: the number of elements of each prepared weight, keyed by name.
 
     Attributes:
-        plan: the plan of the casts, for as long as this object lives.
-        memory: the memory of the shards of masters that FSDP2 allocates.
-        measuring: the optimizers whose steps leave amaxes in the cast groups.
+        plan: the plan of the casts. Fixed.
+        memory: the memory from which FSDP2 allocates the shards of masters. Fixed.
+        measuring: the optimizers whose steps leave amaxes in the cast groups (FusedAdamW). They
+            add themselves.
     """
 
     def __init__(
@@ -67,20 +70,22 @@ class CastManager:
         self.plan = ShardPlan(model, weight_mesh, keep_codes)
         self._plain = plain
         self.memory = MasterMemory(sizes or {})
-        # The number of casts that followed an optimizer step, and that number at the last
-        # verification.
+        # The number of casts so far that followed an optimizer step, a load or a `refresh`.
         self._steps = 0
-        self._verified = 0
-        # True if the next gather casts, and True if it casts because of an optimizer step.
+        # The value of `_steps` at the last verification.
+        self._verified_step = 0
+        # True if the next gather must cast.
         self._is_due = True
-        self._stepped = True
-        # The optimizers that have updated masters so far. If there are several, a step does not
-        # show which weights it has changed.
+        # True if that cast follows an optimizer step, a load of masters or a `refresh`, so that
+        # delayed scaling moves on.
+        self._has_stepped = True
+        # The optimizers that have stepped so far. If there are several, a step does not show which
+        # weights it has changed.
         self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: Any) -> "CastManager":
-        """Return itself: copies of a shard are states of the same model."""
+        """Return this object. A copied shard is a state of the same model."""
         return self
 
     @property
@@ -90,19 +95,19 @@ class CastManager:
 
     @property
     def casts(self) -> tuple[int, bool]:
-        """(number of casts so far, True if the next gather casts). Exports of live weights ask for
-        it.
+        """The number of casts so far, and True if the next gather casts. Exports of live weights
+        compare it to detect a cast.
         """
         return self.plan.generation, self._is_due
 
     # -- casts
 
     def make_due(self, by: Optimizer | None = None) -> None:
-        """Cast before the next gather, and let the next forward pass gather.
+        """Let the next gather cast, and the next forward pass gather.
 
-        `by` is the optimizer that has stepped; None if masters were loaded or written by hand.
+        `by` is the optimizer that has stepped. None if masters were loaded or written by hand.
         """
-        self._is_due = self._stepped = True
+        self._is_due = self._has_stepped = True
         if by not in self.measuring:
             self.plan.forget_amaxes()
         if by is None:
@@ -112,18 +117,23 @@ class CastManager:
             self.plan.param_groups.after_step()
 
     def check_trained(self, by: Optimizer) -> None:
-        """Warn, before the second step and before the hundred-and-first, of weights with a gradient
-        that no optimizer has that has stepped so far. `by` is about to step.
+        """Warn about weights that have a gradient and that no optimizer trains which has stepped so
+        far. `by` is about to step. Checked before two steps only (`COMPARED_AFTER`).
         """
         # The first cast came before any step.
         if self._steps - 1 not in COMPARED_AFTER:
             return
-        optimizers = {by, *self._steppers}
-        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        masters = {weight.name: weight.param().sharded_param for weight in self.weights if weight.is_located}
-        untrained = [
-            name for name, p in masters.items() if p.requires_grad and p.grad is not None and id(p) not in trained
-        ]
+        trained: set[int] = set()
+        for optimizer in {by, *self._steppers}:
+            for group in optimizer.param_groups:
+                trained.update(map(id, group["params"]))
+        untrained = []
+        for weight in self.weights:
+            if weight.is_located:
+                parameter = weight.param().sharded_param
+                has_gradient = parameter.requires_grad and parameter.grad is not None
+                if has_gradient and id(parameter) not in trained:
+                    untrained.append(weight.name)
         if untrained:
             warnings.warn(
                 f"{len(untrained)} prepared weights have gradients, and no optimizer that has stepped trains them, among them "
@@ -136,9 +146,10 @@ class CastManager:
     def cast(self) -> None:
         """Cast the masters as they are now. Collective.
 
-        Delayed scaling moves on only if an optimizer has stepped.
+        Delayed scaling moves on only if an optimizer has stepped; otherwise the cast repeats the
+        last scales.
         """
-        repeat = not self._stepped
+        repeat = not self._has_stepped
         self.plan.ready()
         self.plan.run(repeat=repeat)
         self.finish_cast(repeat)
@@ -146,8 +157,8 @@ class CastManager:
     def before_gather(self) -> None:
         """Cast if that is due. Called before each gather.
 
-        Raises RuntimeError if ranks disagree in the headers of the step that ends, which are read
-        before the cast.
+        Raises RuntimeError if ranks disagree in the headers of the step that has ended. They are
+        read before the cast.
         """
         if self._is_due and not self.plan.param_groups.is_stepping_in_backward:
             self.plan.status.next_step()
@@ -160,56 +171,59 @@ class CastManager:
             self.plan.mark_moved()
 
     def cast_again(self) -> None:
-        """Cast because the masters of all ranks were written to, by an optimizer step or by hand.
+        """Cast again, since all ranks of this shard group report writes to their masters.
 
-        The CPU waits for the cast, which runs on the stream of the products, since FSDP2 reads the
-        bytes of later gathers on another stream.
+        The cast runs on the stream of the products, and FSDP2 reads the bytes of later gathers on
+        another stream, so the CPU waits for the cast.
         """
         with self.plan.single_replica_cast():
             self.cast()
         self.plan.synchronize()
 
     def finish_cast(self, repeat: bool) -> None:
-        """Mark the weights that a cast may have changed as changed. No cast is due any longer."""
-        self._steps += not repeat
-        one_has_stepped = self._stepped and len(self._steppers) == 1
-        changed_weights = self.weights if one_has_stepped else self.plan.changed_weights
+        """Mark the weights that the cast may have changed, and the cast as done."""
+        if not repeat:
+            self._steps += 1
+        # A single optimizer is taken to change all weights. With several, only those count whose
+        # masters are known to be written.
+        only_optimizer_stepped = self._has_stepped and len(self._steppers) == 1
+        changed_weights = self.weights if only_optimizer_stepped else self.plan.changed_weights
         changed_together([weight.validity for weight in changed_weights])
-        self._is_due = self._stepped = False
+        self._is_due = self._has_stepped = False
         self.plan.param_groups.after_cast()
 
-    # -- a step that casts immediately (`CapturableFusedStep`)
+    # -- captured steps, which cast immediately (`CapturableFusedStep`)
 
     def before_first_step(self) -> None:
-        """Prepare the ordinary step that a graph is going to repeat. Later casts use the same
-        memory. Amaxes of earlier steps are forgotten, as the graph does not use them.
+        """Called before the ordinary step that a graph is going to repeat. Later casts use the same
+        memory. Amaxes that earlier steps measured are dropped, since the graph does not use them.
         """
         self.plan.forget_amaxes()
         for group in self.plan.cast_groups:
             group.hold_scales()
 
     def cast_first_step(self) -> None:
-        """Cast after the step that a graph repeats, and keep the tables of that cast."""
+        """Cast after that ordinary step, and keep the tables of the cast for the graph."""
         for group in self.plan.cast_groups:
             group.hold_tables()
         self.before_gather()
 
     def before_captured_step(self, by: Optimizer) -> None:
-        """Read the headers of the step before, and make a cast due. Raises RuntimeError as in
-        `before_gather`.
+        """Make a cast due, and read the headers of the previous step. Raises RuntimeError as
+        `before_gather` does.
         """
         self.make_due(by)
         self.plan.status.next_step()
 
     def after_captured_cast(self) -> None:
-        """Do the CPU's part after a graph of a step and its cast."""
+        """Do the CPU's part of a cast that a graph has made together with its step."""
         self.plan.done()
         self.finish_cast(repeat=False)
 
     # -- a switch of formats
 
     def switch_part(self) -> SwitchPart:
-        """Return the part of a prepared model in `zerocast.switch`. The next gather casts."""
+        """Return what `zerocast.switch` needs to switch this model. The next gather casts."""
         if not self.plan.reductions:
             self.plan.bind()
         groups = self.plan.param_groups.prepared
@@ -227,12 +241,14 @@ class CastManager:
         self.plan.bind()
         self.check(Use.SWITCH)
         if self.plan.param_groups.is_in_pass or torch_fsdp.backward_pass() is not None:
-            raise RuntimeError(f"a recipe is switched within a forward or backward pass: {BETWEEN}")
+            raise RuntimeError(f"a recipe is switched within a forward or backward pass: {SWITCH_BETWEEN_STEPS}")
         params = [weight.param() for weight in self.weights]
-        unused = not self._stepped and any(param.sharded_param.grad is not None for param in params)
-        if unused or any(map(torch_fsdp.has_unreduced_gradient, params)):
+        has_reduced_gradient = any(param.sharded_param.grad is not None for param in params)
+        has_unused_gradient = has_reduced_gradient and not self._has_stepped
+        if has_unused_gradient or any(map(torch_fsdp.has_unreduced_gradient, params)):
             raise RuntimeError(
-                f"a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: {BETWEEN}"
+                "a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: "
+                f"{SWITCH_BETWEEN_STEPS}"
             )
         for weight in self.weights:
             if weight.name in formats:
@@ -249,28 +265,32 @@ class CastManager:
     # -- delayed scaling
 
     def delayed(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of delayed scaling by weight, as a step leaves it. Casts first if that
-        is due.
+        """Return the state of delayed scaling, keyed by weight. Casts first if a cast is due.
+        Collective.
         """
         self.before_gather()
-        # All ranks are in the same call, so all skip it.
+        # This collective is skipped on all ranks or on none, since all are in the same call.
         if not self.plan.status.is_overlooked:
             self.plan.exchange_finite()
         self.check(Use.SAVE)
-        return {name: state for group in self.plan.cast_groups for name, state in group.delayed.state_dict().items()}
+        state: dict[str, dict[str, Tensor]] = {}
+        for group in self.plan.cast_groups:
+            state |= group.delayed.state_dict()
+        return state
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a saved state: the next cast uses its last scales. A weight without a saved
         state starts from its amax, with a warning.
 
-        It casts nothing, since `state` may be the state in use, which a reader has filled.
+        Nothing is cast before, since `state` may be the state in use, which a reader has filled in
+        place.
         """
         self.plan.bind()
         for group in self.plan.cast_groups:
             for name in group.delayed.load_state_dict(state):
                 warnings.warn(f"no state of delayed scaling for {name}: it starts again from its amax", stacklevel=3)
         self._is_due = True
-        self._stepped = False
+        self._has_stepped = False
         self.plan.param_groups.reshard()
 
     # -- weights that are left gathered
@@ -278,8 +298,8 @@ class CastManager:
     def end_pass(self) -> None:
         """Called after a forward pass of the prepared model.
 
-        Raises RuntimeError, on all ranks, if they disagreed in a pass without gradients. The CPU
-        waits for the device then, since no later step would check the results of such a pass.
+        After a pass without gradients the CPU waits for the headers and raises RuntimeError on all
+        ranks if they disagree, since no later step would check them.
         """
         if torch.is_grad_enabled():
             self.plan.status.end_pass()
@@ -287,22 +307,22 @@ class CastManager:
             self.check(Use.READ)
 
     def check(self, use: Use) -> None:
-        """Raise RuntimeError if masters may not be used in this way now, and on all ranks if they
-        disagreed in any gather so far or if masters were NaN or Inf in a cast that was gathered.
-        Waits for the device.
+        """Raise RuntimeError if masters may not be used in this way now. Raises on all ranks if
+        they disagreed in a gather so far, or if masters were NaN or Inf in a cast that was
+        gathered. Waits for the device.
         """
         # Headers are read first. Otherwise a rank that raises for its own masters would keep its
-        # unread headers, and raise alone once its masters are right again.
+        # unread headers, and would raise alone once its masters are valid again.
         self.plan.status.check()
         self.plan.validity.check(use)
         self.plan.status.check_finite()
 
     def exchange_status(self) -> None:
-        """Gather the groups again that are gathered already, if masters or their plain parameters
-        were written since. Called before a forward pass of the prepared model.
+        """Called before a forward pass of the prepared model. Groups that are already gathered are
+        gathered again if their masters or plain parameters were written since. Collective.
 
-        All ranks have the same groups gathered. Raises RuntimeError on all of them if masters
-        of only some were written to; on a GPU a later call raises it.
+        Raises RuntimeError on all ranks if masters of only some ranks were written; on a GPU, a
+        later call raises it.
         """
         plan = self.plan
         plan.check_sharded()
@@ -331,11 +351,11 @@ class CastManager:
         return self.plan.master_views()
 
     def verify_every(self, steps: int) -> None:
-        """Cast if that is due, and verify after every `steps` optimizer steps.
+        """Cast if a cast is due, and verify once per `steps` optimizer steps.
 
         Raises VerificationError on every rank of a shard group if any of its bytes differ.
         """
         self.before_gather()
-        if self._steps >= self._verified + steps:
-            self._verified = self._steps
+        if self._steps >= self._verified_step + steps:
+            self._verified_step = self._steps
             verify(self).raise_for_differences()

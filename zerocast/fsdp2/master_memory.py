@@ -1,5 +1,6 @@
-"""MasterMemory: allocates the shards of masters. MasterAddresses: detects masters that have moved
-or were written to.
+"""The memory of the shards of masters.
+
+MasterMemory allocates it. MasterAddresses detects masters that have moved or were written.
 """
 
 import math
@@ -20,8 +21,8 @@ PIECES = 8
 
 
 class MasterMemory:
-    """Memory for the shards of a model's masters, side by side in a few tensors, so that kernels
-    are given few tensors however many weights there are.
+    """Allocates the shards of a model's masters next to each other in a few tensors, so that
+    kernels take few tensors however many weights there are.
 
     FSDP2 allocates a shard when it shards a parameter or, if that was on the meta device, when the
     module is given storage. Both ask the parameter for a tensor like it (`parameter.py`), which
@@ -76,12 +77,14 @@ class MasterMemory:
 
 
 class MasterAddresses:
-    """Addresses and version counters of the masters in `params`, weak references to FSDPParams by
-    the name of the weight.
+    """Addresses and version counters of masters.
 
-    They are lists, so that a check needs no Python loop over parameters. Masters refer to this
-    object through their weight, so it refers to them weakly. A view of a master holds its base
-    where the garbage collector does not look, and a circle through it would never be freed.
+    `params` are weak references to FSDPParams, keyed by the name of the weight. All data are in
+    lists, so that a check needs no Python loop over parameters.
+
+    Masters refer to this object through their weight, so it refers to them weakly. A view of a
+    master holds its base where the garbage collector does not look, and a reference cycle through
+    it would never be freed.
     """
 
     def __init__(self, params: Mapping[str, Callable[[], Any]]) -> None:
@@ -91,17 +94,17 @@ class MasterAddresses:
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
-        # The bytes of each storage, by the index of one of the masters in it.
-        first = {plain.untyped_storage().data_ptr(): index for index, plain in enumerate(plains)}
-        self._sizes = {index: plains[index].untyped_storage().nbytes() for index in first.values()}
+        # The bytes of each storage, keyed by the index of one of the masters in it.
+        index_by_storage = {plain.untyped_storage().data_ptr(): index for index, plain in enumerate(plains)}
+        self._storage_sizes = {i: plains[i].untyped_storage().nbytes() for i in index_by_storage.values()}
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
-        self.note()
+        self.record_versions()
 
     def has_moved(self) -> bool:
-        """Return whether a parameter was replaced since, or its memory."""
+        """Return True if a parameter or its memory was replaced since this object was built."""
         locals_ = list(map(_local_tensor, [param() for param in self._params]))
-        same = all(map(operator.is_, locals_, [local() for local in self._locals]))
-        return not same or list(map(Tensor.data_ptr, map(_plain, locals_))) != self._addresses
+        is_same = all(map(operator.is_, locals_, [local() for local in self._locals]))
+        return not is_same or list(map(Tensor.data_ptr, map(_plain, locals_))) != self._addresses
 
     def moved_names(self) -> set[str]:
         """Return the weights whose masters are in different storage now."""
@@ -110,27 +113,29 @@ class MasterAddresses:
 
     def check_memory(self) -> None:
         """Raise ValueError for a master whose storage was freed or made smaller since."""
-        for index, size in self._sizes.items():
+        for index, size in self._storage_sizes.items():
             local = self._locals[index]()
             if local is not None and local.plain.untyped_storage().nbytes() < size:
                 check_storage(self._params[index]()._param_fqn or "a master", local.plain)
 
-    def note(self) -> None:
-        """Remember the version counters. Called after a cast has read the masters. Dispatch sees
-        all writes except those of compiled functions, and autograd counts these.
+    def record_versions(self) -> None:
+        """Record the version counters of masters. Called after a cast has read the masters.
+
+        `MasterParameter.__torch_dispatch__` sees all writes except those of compiled functions,
+        which only the version counters show.
         """
-        self._counted = self._count()
+        self._recorded_versions = self._current_versions()
 
     def any_written(self) -> bool:
-        """Return whether autograd has counted a write since `note`."""
-        return self._count() != self._counted
+        """Return True if a version counter has moved since `record_versions`."""
+        return self._current_versions() != self._recorded_versions
 
     def written(self, names: Sequence[str]) -> set[str]:
-        """Return the weights among `names` whose masters had a write since `note` that autograd has
-        counted.
+        """Return the weights among `names` whose version counters have moved since
+        `record_versions`.
         """
         written = set()
-        for counters, versions in zip(self._counters, self._counted, strict=True):
+        for counters, versions in zip(self._counters, self._recorded_versions, strict=True):
             for name in names:
                 index = self._index[name]
                 tensor = counters[index]()
@@ -138,7 +143,7 @@ class MasterAddresses:
                     written.add(name)
         return written
 
-    def _count(self) -> list[list[int]]:
+    def _current_versions(self) -> list[list[int]]:
         return [_versions(counters) for counters in self._counters]
 
 
@@ -153,7 +158,7 @@ def _versions(tensors: Sequence[Callable[[], Tensor | None]]) -> list[int]:
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """Return the tensor whose version counter to read: an inference tensor has none, so a constant
-    tensor replaces it.
+    """Return the tensor whose version counter to read: `tensor`, or a constant one instead of an
+    inference tensor, which has no counter.
     """
     return _uncounted if tensor.is_inference() else tensor

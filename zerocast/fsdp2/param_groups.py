@@ -435,9 +435,9 @@ def prepared_params(group: Any, weights: Collection[FSDPWeight]) -> list[tuple[F
     """Return (weight, FSDPParam) for each parameter of an FSDPParamGroup whose local tensor is the
     MasterParameter of one of `weights`.
     """
-    members = []
+    members: list[tuple[FSDPWeight, Any]] = []
     for param in group.fsdp_params:
-        weight = getattr(param._sharded_local_tensor, "weight", None)
+        weight: Any = getattr(param._sharded_local_tensor, "weight", None)
         if weight in weights:
             members.append((weight, param))
     return members

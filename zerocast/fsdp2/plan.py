@@ -1,5 +1,7 @@
-"""ShardPlan: the cast of the masters that FSDP2 shards, which a CastManager runs. It knows where
-the masters are and which ranks reduce amaxes together, and has a CastGroup for each reduction.
+"""ShardPlan: the plan by which a CastManager casts masters that FSDP2 shards.
+
+It finds where the masters are and which ranks reduce amaxes together, and has a CastGroup for each
+reduction.
 """
 
 import contextlib
@@ -29,6 +31,9 @@ from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, REPLACED, FSDPWeigh
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
 
+# (the ranks that reduce together, weights, the status of this rank's shard of each).
+StatusesOfReduction = tuple[ReductionGroup, Sequence[FSDPWeight], Sequence[ShardStatus]]
+
 
 class ShardPlan(Plan):
     """The cast of all prepared weights of one model.
@@ -40,26 +45,29 @@ class ShardPlan(Plan):
         keep_codes: True if codes are kept from one cast to the next; None decides by their size.
 
     Attributes:
-        names: the first name of each prepared weight, keyed by all of its names.
+        names: the first name of each prepared weight, keyed by all of its names. Fixed after
+            `prepare`.
         generation: the number of casts so far. The same on all ranks, or gathers raise.
             `Validity.casts` of a weight counts its gathers instead.
-        validity: the validity of all masters together. It knows of steps and loads that failed
-            partway.
-        status: the reports of all ranks in the headers of gathers.
+        validity: the validity of all masters together, which records steps and loads that failed
+            partway. Fixed.
+        status: compares the headers of gathers. Fixed.
         param_groups: FSDP2's parameter groups. Empty until FSDP2 has sharded the model.
         reductions: the ranks that reduce amaxes together, with their parameter groups. Empty until
-            the first `bind`, and the same ever after.
-        addresses: the addresses of the masters at the last `bind`, and their version counters at
-            the last cast.
-        cast_groups: a CastGroup for each of `reductions`. Other ones after a `bind` that finds
-            masters moved; empty before the first one, and after one that raised.
+            the first `bind`, then fixed.
+        addresses: the addresses of the masters, and their version counters at the last cast.
+            Replaced by a `bind` that finds masters moved.
+        cast_groups: a CastGroup for each of `reductions`. Replaced by a `bind` that finds masters
+            moved. Empty before the first `bind`, and after one that raised.
         may_have_moved: True if the storage of masters may have changed since the last gather.
-        casts_apart: the casts that this replica has made alone since the last cast of all replicas.
-            None during a cast of this replica only.
+        replica_only_casts: the number of casts that this replica (HSDP) has made without the others
+            since the last cast of all replicas. None during such a cast.
     """
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
-        self._model, self.weight_mesh, self.keep_codes = weakref.ref(model), weight_mesh, keep_codes
+        self._model = weakref.ref(model)
+        self.weight_mesh = weight_mesh
+        self.keep_codes = keep_codes
         self._weights: list[weakref.ref[FSDPWeight]] = []
         self.names: dict[str, str] = {}
         self.validity = Validity(LOAD, advice=ADVICE)
@@ -69,23 +77,24 @@ class ShardPlan(Plan):
         self._caller = Caller("zerocast.fsdp2", "cast")
         self.addresses = MasterAddresses({})
         self.cast_groups: list[CastGroup] = []
-        # True from the moment that masters are found in different storage until there are cast
-        # groups over them.
+        # True once masters are found in different storage, until cast groups are built over it.
         self._must_bind = True
-        # The delayed scaling of each weight that has it, in its last cast group.
+        # The delayed scaling of each weight that has it, by name. It belongs to the last cast group
+        # of the weight, and the next cast group continues from its state.
         self._scaling: dict[str, DelayedScaling] = {}
         self.generation = 0
-        self.casts_apart: int | None = 0
-        # The weights whose masters are known to have changed since the last cast. The last cast
-        # moved those before it to `_changed`.
+        self.replica_only_casts: int | None = 0
+        # The weights whose masters this rank knows to have changed since the last cast.
         self._written: list[weakref.ref[FSDPWeight]] = []
+        # The value of `_written` at the last cast.
         self._changed: list[weakref.ref[FSDPWeight]] = []
-        # True if a master has a new wrapper since the last `bind`, and may be in different storage.
+        # True if a master got a new wrapper since the last `bind`, which may be over different
+        # storage.
         self._is_rewrapped = False
-        # True if an operator has written to a master since a step left amaxes.
+        # True if an operator has written to a master since a step measured amaxes.
         self._amaxes_are_old = False
         self.may_have_moved = False
-        # True if the codes of the last cast are held for the rest of a backward pass.
+        # True if gathers send the codes of the last cast until the backward pass ends.
         self._holds_codes = False
 
     @property
@@ -107,12 +116,12 @@ class ShardPlan(Plan):
 
     @property
     def has_peers(self) -> bool:
-        """True if other ranks have parts of the same masters, or the same parts."""
+        """True if other ranks hold shards or replicas of the same masters."""
         return any(reduction.group.size > 1 or reduction.replicas.size > 1 for reduction, _ in self.reductions)
 
     @property
     def changed_weights(self) -> list[FSDPWeight]:
-        """The weights whose masters were known to have changed before the last cast."""
+        """The weights whose masters this rank knew to have changed at the last cast."""
         return living(self._changed)
 
     # -- events of masters
@@ -122,16 +131,16 @@ class ShardPlan(Plan):
     # the step has measured masters    FusedAdamW                     the next cast uses its amaxes
     # an operator writes a master      FSDPWeight.after_write         amaxes are old, weight written
     # a compiled function writes one   version counters               the same
-    # a master gets a new wrapper      MasterParameter                its memory is looked up again
+    # a master gets a new wrapper      MasterParameter                `bind` compares addresses
     #
-    # A weight that is written says so in the header of the next gather, unless a cast comes first.
+    # The header of the next gather reports a written weight, unless a cast comes first.
 
     def mark_amaxes_old(self) -> None:
-        """Called after an operator has written to a master. Measured amaxes are old then."""
+        """Called after an operator has written to a master, which outdates measured amaxes."""
         self._amaxes_are_old = True
 
     def record_written(self, weight: FSDPWeight) -> None:
-        """Called once this rank knows that a master has changed since the last cast."""
+        """Called when this rank learns that a master has changed since the last cast."""
         self._written.append(weakref.ref(weight))
 
     def mark_rewrapped(self) -> None:
@@ -142,13 +151,15 @@ class ShardPlan(Plan):
     # -- casts
 
     def check_same_call(self, what: str) -> None:
-        """In debug mode, raise on every rank unless all ranks are in this call after this cast."""
+        """In debug mode, raise on every rank unless all ranks make this call after as many
+        casts.
+        """
         if debugging():
             for reduction, _ in self.reductions:
                 check_same_call(reduction.group, f"{what} after cast {self.generation}")
 
     def _announce(self, detail: str) -> None:
-        # Ranks report in the headers of gathers. The next step reads those before it casts.
+        # Ranks report errors in the headers of gathers, which the next step reads before it casts.
         self.check_same_call(detail or "casts and gathers")
 
     def _follow(self) -> None:
@@ -163,8 +174,8 @@ class ShardPlan(Plan):
 
     @contextlib.contextmanager
     def _writing(self, masters: bool) -> Iterator[None]:
-        # A cast that raises stays due, and every gather casts first, so nothing reads partial bytes
-        # and no transaction has to stay open.
+        # A cast that raises stays due, and the next gather casts first. So nothing reads partial
+        # bytes, and no transaction has to stay open.
         with contextlib.ExitStack() as stack:
             for group in self.cast_groups:
                 stack.enter_context(group.delayed.rollback())
@@ -178,15 +189,17 @@ class ShardPlan(Plan):
         repeat: bool = False,
         in_graph: bool = False,
     ) -> None:
-        """Do the device's part of a cast. In a graph (`in_graph`) the device counts the casts."""
+        """Do the device's part of a cast. In a CUDA graph (`in_graph`) the device counts the
+        casts.
+        """
         for group in self.cast_groups:
             self._set_replica_flags(group, is_refused=self.validity.partial is not None)
             group.cast(repeat)
             group.stamp(None if in_graph else self.generation + 1)
 
     def done(self, *, repeat: bool = False) -> None:
-        """Do the CPU's part of a cast, after the device's."""
-        self.addresses.note()
+        """Do the CPU's part of a cast, after the device's part was launched."""
+        self.addresses.record_versions()
         self._count_cast()
         if self.status.problem is not None:
             self.status.problem = None
@@ -196,12 +209,13 @@ class ShardPlan(Plan):
         self._written = []
         for weight in self.changed_weights:
             weight.is_written = False
-        for weight in self.weights if debugging() else ():
-            weight.validity.cast()
+        if debugging():
+            for weight in self.weights:
+                weight.validity.cast()
 
     def join_collectives(self, gather: Callable[[], None] | None = None) -> None:
-        """Reduce amaxes with the ranks that cast. FSDP2 begins the next gather, whose headers say
-        that this rank REFUSED, so that all ranks raise there.
+        """Take part in the reductions of the ranks that can cast. The headers of the next gather
+        then report REFUSED for this rank, so that all ranks raise there.
         """
         assert self.problem is not None
         if not self.cast_groups:
@@ -216,29 +230,30 @@ class ShardPlan(Plan):
 
     @contextlib.contextmanager
     def single_replica_cast(self) -> Iterator[None]:
-        """Cast on this replica only while the context is open. The other replicas detect it in the
-        next cast that all ranks make, which compares `casts_apart`.
+        """While the context is open, casts are made by this replica only. The next cast that all
+        ranks make compares `replica_only_casts` and so detects them.
         """
-        before, self.casts_apart = self.casts_apart, None
+        casts_before = self.replica_only_casts or 0
+        self.replica_only_casts = None
         try:
             yield
         finally:
-            self.casts_apart = (before or 0) + 1
+            self.replica_only_casts = casts_before + 1
 
     def _set_replica_flags(self, group: CastGroup, is_refused: bool) -> None:
         group.amaxes.is_refused = is_refused
-        group.amaxes.casts_apart = self.casts_apart
+        group.amaxes.replica_only_casts = self.replica_only_casts
 
     def _count_cast(self) -> None:
         self.generation += 1
-        if self.casts_apart is not None:
-            self.casts_apart = 0
+        if self.replica_only_casts is not None:
+            self.replica_only_casts = 0
 
-    # -- amaxes that optimizer steps leave
+    # -- amaxes that optimizer steps measure
 
     def forget_old_amaxes(self) -> None:
-        """Forget measured amaxes if masters were written to since. Called before a step measures
-        others, and before a cast uses them.
+        """Drop measured amaxes if masters were written since they were measured. Called before a
+        step measures more, and before a cast uses them.
         """
         measured = any(group.amaxes.measured for group in self.cast_groups)
         if measured and (self._amaxes_are_old or self.addresses.any_written()):
@@ -246,19 +261,19 @@ class ShardPlan(Plan):
         self._amaxes_are_old = False
 
     def after_step(self) -> None:
-        """Called after a step has left amaxes. Later writes make them old."""
-        self.addresses.note()
+        """Called after a step has measured amaxes. Later writes outdate them."""
+        self.addresses.record_versions()
 
     def forget_amaxes(self) -> None:
-        """Measure all masters at the next cast."""
+        """Drop measured amaxes, so that the next cast measures all masters."""
         for group in self.cast_groups:
             group.amaxes.measured = frozenset()
 
     # -- codes and tables that are held
 
     def hold_codes(self) -> None:
-        """Hold the codes of the last cast for the rest of a backward pass, and keep codes from the
-        next cast on.
+        """Let all gathers until the next cast send the codes of the masters as they are now, since
+        optimizers are about to step inside a backward pass. Keep codes from the next cast on.
         """
         if self._holds_codes or all(group.keep_codes for group in self.cast_groups):
             return
@@ -273,48 +288,62 @@ class ShardPlan(Plan):
 
     @property
     def must_seed(self) -> bool:
-        """True if the next cast finds the first scales of delayed scaling, which needs the CPU."""
+        """True if the next cast computes the first scales of delayed scaling, which needs the
+        CPU.
+        """
         return any(group.delayed.unseeded for group in self.cast_groups)
 
     # -- where masters are
 
     def bind(self) -> None:
-        """Find the masters where they are now. The first call is collective: all ranks agree on the
-        weights. Later calls are local.
+        """Find the masters, and build cast groups over them if they have moved. The first call is
+        collective: all ranks agree on the weights. Later calls are local.
 
         Raises RuntimeError or TypeError, on this rank only, for masters that cannot be cast.
         """
         if not self.reductions:
             self._adopt()
-            self.reductions = list(self._agree())
+            self.reductions = list(self._find_reductions())
             # Each weight watches its own masters.
             self.validity.watch([], sharded=self.has_peers)
         if self._must_bind or self.has_moved():
             self._must_bind = True
-            for weight in self.weights:
-                # Their buffers will be new. The next gather reports this unless a cast fills them.
-                weight.mark_written()
-            for weight in self.weights:
-                weight.locate()
-            self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
-            keep = self.keep_codes
-            if keep is None:
-                keep = sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
-            keep = keep or any(weight.must_keep_codes for weight in self.weights)
-            scaling = self._seeded_scaling()
-            # The memory of the old groups is free before the new ones take theirs.
-            self.cast_groups = []
-            self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self.reductions]
-            # After that, so that a rank on which this raises takes part in the casts of the others.
-            for group in self.cast_groups:
-                group.build_tables()
-            self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
+            self._locate_masters()
+            self._build_cast_groups()
             self._must_bind = False
         self._is_rewrapped = False
         self.may_have_moved = False
 
+    def _locate_masters(self) -> None:
+        for weight in self.weights:
+            # The buffers of all weights will be new and empty. The next gather reports this, unless
+            # a cast fills them before.
+            weight.mark_written()
+        for weight in self.weights:
+            weight.locate()
+        self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
+
+    def _build_cast_groups(self) -> None:
+        keep_codes = self._should_keep_codes()
+        scaling = self._seeded_scaling()
+        # Free the memory of the old groups before the new ones allocate theirs.
+        self.cast_groups = []
+        self.cast_groups = [CastGroup(groups, reduction, keep_codes, scaling) for reduction, groups in self.reductions]
+        # If building tables raises on this rank, it still has cast groups, by which it takes part
+        # in the casts of the others.
+        for group in self.cast_groups:
+            group.build_tables()
+        self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
+
+    def _should_keep_codes(self) -> bool:
+        if any(weight.must_keep_codes for weight in self.weights):
+            return True
+        if self.keep_codes is not None:
+            return self.keep_codes
+        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
+
     def rebuild(self, changed: Sequence[str]) -> None:
-        """Prepare casts after the weights `changed` were given new formats. Local."""
+        """Build cast groups after the weights `changed` have got new formats. Local."""
         self._scaling = {name: scaling for name, scaling in self._scaling.items() if name not in changed}
         self.cast_groups = []
         self._must_bind = True
@@ -327,48 +356,57 @@ class ShardPlan(Plan):
 
     def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
         """Return the state of delayed scaling, keyed by weight, from which the next cast groups
-        continue. Weights whose scale no cast has found yet are left out.
+        continue. Weights whose first scale no cast has computed yet are left out.
         """
+        # Weights of one cast group share a DelayedScaling.
+        distinct = {id(scaling): scaling for scaling in self._scaling.values()}
         states: dict[str, dict[str, Tensor]] = {}
-        for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
+        for scaling in distinct.values():
             states |= scaling.state_dict()
         return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
 
     def has_moved(self) -> bool:
         """Return True if the storage of masters has changed since the last `bind`. A master that
-        moves gets a new wrapper, so addresses are compared only after one; in debug mode always.
+        moves gets a new wrapper, so addresses are compared only after that, or in debug mode.
         """
         return (self._is_rewrapped or debugging()) and self.addresses.has_moved()
 
     def mark_moved(self) -> None:
-        """Report masters that other tensors have replaced since the last cast in the headers of
-        the next gather.
+        """Mark masters as written that are in different storage than at the last `bind`, so that
+        the headers of the next gather report them.
         """
         self.may_have_moved = False
-        moved = self.addresses.moved_names()
-        for weight in self.weights if moved else ():
-            if weight.name in moved:
-                weight.mark_written()
+        moved_names = self.addresses.moved_names()
+        if moved_names:
+            for weight in self.weights:
+                if weight.name in moved_names:
+                    weight.mark_written()
 
     def check_sharded(self) -> None:
-        """Raise RuntimeError unless FSDP2 manages all weights, as it does from the first forward
-        pass on. Does nothing while any parameter is on the meta device.
+        """Raise RuntimeError unless FSDP2 manages all prepared weights. Called from the first
+        forward pass on. Does nothing while any parameter is on the meta device.
         """
         if not self.reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
             self._adopt()
 
     def _adopt(self) -> None:
-        """Find the weights in the groups of FSDP2, once it has sharded the model. Raises
+        """Find the prepared weights in the groups of FSDP2, once it has sharded the model. Raises
         RuntimeError if it does not manage all of them.
         """
         self.param_groups.find(self.model, set(self.weights), self.status)
         managed = {name for group in self.param_groups.prepared for name in group.names}
-        # Names that are no longer there, in a wrapper or of a removed module, say nothing.
-        named = self.model.named_parameters(remove_duplicate=False)
-        present = {name: getattr(getattr(p, "_local_tensor", p), "weight", None) for name, p in named}
-        for name, first in self.names.items():
-            weight = present.get(name)
-            if name in present and (weight is None or (first not in managed and weight.name != first)):
+        # The FSDPWeight of each parameter by its current name, None for a plain parameter.
+        current_weights = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            local = getattr(parameter, "_local_tensor", parameter)
+            current_weights[name] = getattr(local, "weight", None)
+        for name, first_name in self.names.items():
+            # The parameter of this name was removed, or a wrapper has renamed it.
+            if name not in current_weights:
+                continue
+            weight = current_weights[name]
+            is_other_weight = weight is not None and weight.name != first_name and first_name not in managed
+            if weight is None or is_other_weight:
                 raise RuntimeError(f"{name} is prepared, and another parameter is in its place now: {REPLACED}")
         missing = sorted(weight.name for weight in self.weights if weight.name not in managed)
         if missing:
@@ -376,67 +414,81 @@ class ShardPlan(Plan):
                 f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: {NOT_SHARDED}"
             )
 
-    def _agree(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
+    def _find_reductions(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
         """Find which ranks reduce amaxes together, once FSDP2 has sharded the model. Collective.
 
         Raises ValueError or TypeError, on every rank, for weights that any rank cannot cast.
         """
         by_mesh: dict[tuple[str, Group], list[ParamGroup]] = {}
         for group in self.param_groups.prepared:
-            name = self._mesh_of(group.weights[0]).get_group().group_name
-            by_mesh.setdefault((name, group.replicas), []).append(group)
+            mesh_name = self._reduction_mesh(group.weights[0]).get_group().group_name
+            by_mesh.setdefault((mesh_name, group.replicas), []).append(group)
         for (_, replicas), groups in by_mesh.items():
-            members = [weight for group in groups for weight in group.weights]
-            mesh = self._mesh_of(members[0])
-            ranks_of_mesh = Group.of(mesh).called_by(self._caller)
-            problems = (weight.problem(self.weight_mesh) for weight in members)
+            weights = [weight for group in groups for weight in group.weights]
+            mesh = self._reduction_mesh(weights[0])
+            mesh_group = Group.of(mesh).called_by(self._caller)
+            problems = (weight.problem(self.weight_mesh) for weight in weights)
             problem = next((problem for problem in problems if problem), None)
-            validate_across_ranks(ranks_of_mesh, [weight.fingerprint for weight in members], problem)
-            # Ranks that shard one slice have the same first rank.
-            ranks = dist.get_process_group_ranks(mesh.get_group())
-            first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            is_first = largest_of_ranks(ranks_of_mesh, [rank == first for rank in ranks], "the slices of weights")
-            slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
-            replicas = replicas.called_by(self._caller)
-            yield ReductionGroup(ranks_of_mesh, mesh.device_type, slices.index(first), len(slices), replicas), groups
+            validate_across_ranks(mesh_group, [weight.fingerprint for weight in weights], problem)
+            # Tensor parallelism slices weights, and FSDP2 shards each slice over some of the ranks
+            # of the mesh. The first of these ranks identifies the slice.
+            mesh_ranks = dist.get_process_group_ranks(mesh.get_group())
+            first_rank = min(dist.get_process_group_ranks(weights[0].shard_mesh.get_group()))
+            is_first = largest_of_ranks(
+                mesh_group, [rank == first_rank for rank in mesh_ranks], "the slices of weights"
+            )
+            slice_ranks = [rank for rank, has_slice in zip(mesh_ranks, is_first, strict=True) if has_slice]
+            reduction = ReductionGroup(
+                group=mesh_group,
+                device=mesh.device_type,
+                tp_rank=slice_ranks.index(first_rank),
+                tp_size=len(slice_ranks),
+                replicas=replicas.called_by(self._caller),
+            )
+            yield reduction, groups
 
-    def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
+    def _reduction_mesh(self, weight: FSDPWeight) -> DeviceMesh:
         return self.weight_mesh if self.weight_mesh is not None else weight.shard_mesh
 
     # -- exchanges between ranks without a gather
 
     def exchange_finite(self) -> None:
-        """Report masters that are partial, and those that are not finite in a cast that no gather
-        has sent to all ranks. Raises RuntimeError on all of them if they disagree, on a GPU a step
-        later.
+        """Report to all ranks the masters that are partial, and those that were NaN or Inf in a
+        cast whose headers no gather has sent. Raises RuntimeError on all ranks if they disagree, on
+        a GPU a step later.
         """
-        is_partial = self.validity.partial is not None
-        self._exchange(
-            (reduction, group.weights, [ShardStatus.PARTIAL] * len(group.weights) if is_partial else group.statuses())
-            for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
-            if any(weight.group.sent_cast != self.generation for weight in group.weights)
-        )
+        self._exchange(self._unsent_cast_statuses())
+
+    def _unsent_cast_statuses(self) -> Iterator[StatusesOfReduction]:
+        for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True):
+            weights = group.weights
+            if all(weight.group.sent_cast == self.generation for weight in weights):
+                continue
+            is_partial = self.validity.partial is not None
+            yield reduction, weights, [ShardStatus.PARTIAL] * len(weights) if is_partial else group.statuses()
 
     def exchange_statuses(self) -> bool:
-        """Report masters that were written to to all ranks. Return True if masters of some weight
-        were on all ranks that have rows of it. Raises RuntimeError as in `exchange_finite`.
+        """Report to all ranks the masters that were written. Return True if masters of some weight
+        were written on all ranks that have rows of it. Raises RuntimeError as `exchange_finite`
+        does.
         """
-        of_reductions = [
-            (reduction, [weight for group in groups for weight in group.weights])
-            for reduction, groups in self.reductions
-        ]
-        return self._exchange((reduction, weights, shard_statuses(weights)) for reduction, weights in of_reductions)
+        return self._exchange(self._current_statuses())
 
-    def _exchange(self, statuses: Iterable[tuple[ReductionGroup, Sequence[FSDPWeight], Sequence[ShardStatus]]]) -> bool:
-        """Exchange the statuses of weights in each of their reductions, and raise after the last.
+    def _current_statuses(self) -> Iterator[StatusesOfReduction]:
+        for reduction, groups in self.reductions:
+            weights = [weight for group in groups for weight in group.weights]
+            yield reduction, weights, shard_statuses(weights)
+
+    def _exchange(self, all_statuses: Iterable[StatusesOfReduction]) -> bool:
+        """Exchange the statuses of each reduction over its ranks, and raise after the last one.
 
         A rank that has found a disagreement still takes part in the remaining reductions and sends
-        REFUSED, since their other ranks may not be in the reduction where it was found.
+        REFUSED, since the other ranks of those may not take part where it was found.
         """
         problem: InvalidWeights | None = None
         any_written = False
-        for reduction, weights, here in statuses:
-            sent = here if problem is None else [ShardStatus.REFUSED] * len(here)
+        for reduction, weights, statuses in all_statuses:
+            sent = statuses if problem is None else [ShardStatus.REFUSED] * len(statuses)
             names = [weight.name for weight in weights]
             try:
                 written = self.status.exchange(names, sent, self.generation, reduction.group, reduction.device)
@@ -454,8 +506,8 @@ class ShardPlan(Plan):
         """Yield the masters of each group with the weights that a forward pass computes with.
         Collective.
 
-        Groups that are not gathered are gathered, and freed again. As in a forward pass, a gather
-        casts first if that is due.
+        Groups that are not gathered are gathered meanwhile. As in a forward pass, a gather casts
+        first if a cast is due.
         """
         self.check_sharded()
         self.status.check()
@@ -465,31 +517,32 @@ class ShardPlan(Plan):
                 with torch_fsdp.while_gathered(group):
                     shard_group = Group.of(weights[0].shard_mesh)
                     self.status.check()
-                    yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
+                    yield MasterViews(shard_group, tuple(map(self._master_view, weights)), transient=True)
 
-    def _owned(self, weight: FSDPWeight) -> MasterView:
+    def _master_view(self, weight: FSDPWeight) -> MasterView:
         if weight.inner_shards is not None:
-            span, flat = _rows_of_inner_shards(weight.inner_shards, weight)
+            span, master = _gather_row_shard(weight.inner_shards, weight)
         else:
             span = weight.geometry.span_in_weight
-            flat = weight.local.plain.view(-1) if span.numel else None
+            master = weight.local.plain.view(-1) if span.numel else None
         slices = None
         if weight.sliced:
             slices = next(reduction.group for reduction, groups in self.reductions if weight.group in groups)
-        return MasterView(weight.name, weight.live, flat, span, self.cast_scale(weight.name), slices)
+        return MasterView(weight.name, weight.live, master, span, self.cast_scale(weight.name), slices)
 
 
-def _rows_of_inner_shards(inner_shards: InnerShards, weight: FSDPWeight) -> tuple[Span, Tensor | None]:
-    """Return (elements, their master) of the rows of a weight that this rank would have if rows
-    were sharded. Collective: the shards of all ranks are joined.
+def _gather_row_shard(inner_shards: InnerShards, weight: FSDPWeight) -> tuple[Span, Tensor | None]:
+    """Return the span of elements that this rank would have if the rows of the weight were sharded,
+    and their master values, or None if it would have none. Gathers the inner shards of all ranks.
     """
-    ranks, local = Group.of(weight.shard_mesh), weight.local.plain.to(weight.live.device)
-    gathered = torch.empty(ranks.size * local.numel(), dtype=local.dtype, device=local.device)
-    ranks.all_gather_into(gathered, local.view(-1), what=f"the master of {weight.name}")
-    whole = torch.empty_like(gathered)
-    target, source = inner_shards.copy_of_elements(whole, gathered)
+    group = Group.of(weight.shard_mesh)
+    shard = weight.local.plain.to(weight.live.device)
+    gathered = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
+    group.all_gather_into(gathered, shard.view(-1), what=f"the master of {weight.name}")
+    full = torch.empty_like(gathered)
+    target, source = inner_shards.copy_of_elements(full, gathered)
     target.copy_(source)
     rows, columns = matrix_shape(inner_shards.shape)
-    own = RowShards(rows, -(-rows // ranks.size), ranks.size).span(ranks.rank)
-    span = Span(own.start * columns, own.stop * columns)
-    return span, whole[span.start : span.stop].clone() if span.numel else None
+    own_rows = RowShards(rows, -(-rows // group.size), group.size).span(group.rank)
+    span = Span(own_rows.start * columns, own_rows.stop * columns)
+    return span, full[span.start : span.stop].clone() if span.numel else None

@@ -1,7 +1,8 @@
-"""FSDPWeight, a prepared weight: from FP32 rows of this rank to the QuantizedWeight of all ranks.
+"""FSDPWeight: a prepared weight, from the FP32 rows of this rank to the QuantizedWeight over the
+gathered bytes of all ranks.
 
-Masters keep their weights alive, and weights their group and their CastManager. All other
-references are weak, those to FSDP2's objects too: the garbage collector does not look into all
+Masters keep their FSDPWeight alive, which keeps its ParamGroup and its CastManager alive. All other
+references are weak, also those to FSDP2's objects. The garbage collector does not look into all
 tensors, so a reference cycle through masters would keep a dropped model alive, or need a second
 collection.
 """
@@ -46,28 +47,31 @@ REPLACED = (
 
 
 class Presentation:
-    """The tensor that modules see of one weight. Here it is the QuantizedWeight itself.
+    """Makes the tensor that modules see as a gathered weight: here the QuantizedWeight itself.
 
-    An integration whose layers compute with a different class of tensors overrides this to return
-    one over the same bytes.
+    An integration whose layers compute with a different class of tensors overrides this class, and
+    returns such a tensor over the same bytes.
     """
 
     def check(self, fmt: FormatSpec) -> None:
         """Raise ValueError for a format that the modules cannot compute with."""
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """Called after all checks, once for each `module` with the weight as parameter `name`."""
+        """Called after all checks, once for each `module` that has the weight as parameter
+        `name`.
+        """
 
     def show(self, weight: QuantizedWeight) -> Tensor:
-        """Return a tensor over the buffers of `weight`, for the first gather; nothing is copied.
+        """Return a tensor over the buffers of `weight`. Called in the first gather; copies nothing.
 
-        FSDP2 makes a parameter of it, a new object, by `as_strided` and `detach`.
+        FSDP2 applies `as_strided` and `detach` to it and makes the result its unsharded parameter,
+        so modules see a different object.
         """
         return weight
 
     def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
-        """Drop values that were derived from earlier bytes: another gather has filled the memory of
-        `shown`, FSDP2's parameter.
+        """Drop values that were derived from earlier bytes. Called after another gather has filled
+        the memory of `shown`, FSDP2's unsharded parameter.
         """
 
     def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
@@ -80,24 +84,26 @@ AS_QUANTIZED_WEIGHT = Presentation()
 
 
 class FSDPWeight:
-    """A prepared weight by its parameter `name`. All its MasterParameters refer to this object.
+    """A prepared weight. All its MasterParameters refer to this object.
 
-        sharded      `locate` finds this rank's rows of the sharded weight, a cast encodes them
-           │ send         with the first weight of a gather: casts if that is due; codes, scales
-           ▼              and headers
+    The stages of its life:
+
+        sharded      `locate` finds this rank's rows of the sharded weight, and a cast encodes them
+           │ `send`: returns codes, scales and headers. For the first weight of a gather it first
+           ▼         casts all weights if a cast is due.
         gathering    FSDP2's all-gather of bytes, prefetched or not
-           │ receive_first, at the first gather: makes `unsharded`
-           │ receive_group, with the first weight of every gather: compares the headers of
-           │              all ranks, casts and gathers again if all were written to, copies scales
+           │ `receive_first`, in the first gather only: makes `unsharded`
+           │ `receive_group`, for the first weight of every gather: compares the headers of all
+           │         ranks, casts and gathers again if all have written masters, copies scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
            │         module sees through `presentation`
-           │              FSDP2 reshards: it frees the storage of codes and of scale buffers
+           │ FSDP2 reshards: it frees the storage of codes and of scale buffers
            ▼
-        freed        sharded again; `unsharded` stays, and the next gather fills the same
-                     storage, which autograd or a compiled graph may have saved
+        freed        sharded again. `unsharded` stays, and the next gather fills the same storage,
+                     which autograd or a compiled graph may have saved
 
-    Its tensors:
+    The tensors:
 
         local        the MasterParameter inside FSDP2's sharded parameter
         master       the plain FP32 rows inside `local`
@@ -106,24 +112,27 @@ class FSDPWeight:
         live         the QuantizedWeight that products with `shown` read
 
     Attributes:
-        format: the format that it is gathered in, until a switch.
-        shared_amax: the weights that it shares a tensor amax with. None if there are none.
-        presentation: makes the tensor that modules see.
-        fp8_weight_gradients: the attribute of its WeightState, which `prepare` sets.
-        manager: the CastManager that casts it, for as long as the weight lives.
-        validity: the validity of the gathered bytes.
-        group, index, param: the weights that it is gathered with, its index among them, and its
-            FSDPParam. Set once FSDP2 has sharded the model (`adopt`).
-        shard_dim: the dimension that FSDP2 shards, set by `adopt`.
-        is_located: True once its shard was found. `locate` sets the next four, each time that
+        name: the name of the parameter. Fixed.
+        format: the format that the weight is gathered in. A switch of formats replaces it.
+        shared_amax: the weights with which it shares a tensor amax, or None. Fixed.
+        presentation: makes the tensor that modules see. Fixed.
+        fp8_weight_gradients: copied to the WeightState of `unsharded`. Set by `prepare`.
+        manager: the CastManager that casts the weight. Fixed.
+        validity: the validity of the gathered bytes, for as long as the weight lives.
+        group: the ParamGroup that it is gathered with. Set by `adopt`, once FSDP2 has sharded the
+            model.
+        index: its position in `group`. Set by `adopt`; 0 before.
+        param: a weak reference to its FSDPParam. Set by `adopt`.
+        shard_dim: the dimension that FSDP2 shards. Set by `adopt`.
+        is_located: True once `locate` has run.
+        master: the rows of this rank, f32, a plain tensor. Set by `locate`, again each time that
             masters have moved.
-        master: the rows of this rank, f32, a plain tensor.
-        addresses: the addresses of the master's bytes.
-        is_written: True if the master has changed since the last cast, as far as this rank knows.
-        geometry: the rows of this rank, and the layout of their bytes.
-        status_after_cast: the status that a cast leaves in the header.
-        unsharded: the weight of all ranks. None before the first gather, and after a switch of
-            formats until the next one.
+        addresses: the addresses of the bytes of `master`. Set by `locate`.
+        geometry: the rows of this rank, and the layout of their bytes. Set by `locate`.
+        status_after_cast: the status that a cast writes into the header. Set by `locate`.
+        is_written: True if this rank knows that the master has changed since the last cast.
+        unsharded: the QuantizedWeight over the gathered bytes. None before the first gather, and
+            after a switch of formats until the next gather.
     """
 
     group: "ParamGroup"
@@ -150,7 +159,8 @@ class FSDPWeight:
         self.validity = Validity(LOAD, advice=ADVICE)
         self.validity.owner = weakref.ref(manager)
         self.validity.has_masters = True
-        # Before `adopt`: the first gather of all finds the other weights if this is 0.
+        # The first gather of all runs before `adopt`. With index 0, `send` calls `begin_gather`,
+        # which finds the weights and adopts them.
         self.index = 0
         self.is_located = False
         self.addresses = range(0)
@@ -158,20 +168,22 @@ class FSDPWeight:
         self.unsharded: QuantizedWeight | None = None
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
-        """Return itself: `async_save` copies shards with the objects that they refer to, and the
-        copy is a state of the same weight.
+        """Return this object. `async_save` copies shards together with the objects that they refer
+        to, and a copied shard is a state of the same weight.
         """
         return self
 
-    # -- set by FSDP2
+    # -- facts that FSDP2 knows
 
     def adopt(self, group: "ParamGroup", index: int, param: Any) -> None:
-        """Called once FSDP2 has sharded the model. `param`, an FSDPParam, holds this weight."""
+        """Take over `param`, the FSDPParam that holds this weight. Called once FSDP2 has sharded
+        the model.
+        """
         self.group = group
         self.index = index
         self.param = weakref.ref(param)
-        # Kept, since FSDP2's own attribute is replaced while it copies the gathered bytes out
-        # (`GroupOfInnerShards`).
+        # Copied, since `GroupOfInnerShards` replaces FSDP2's attribute while FSDP2 copies the
+        # gathered bytes.
         self.shard_dim = param.fsdp_placement.dim
         torch_fsdp.take_over_param(param)
 
@@ -200,7 +212,7 @@ class FSDPWeight:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks that FSDP2 shards this weight over; replicas hold equal masters."""
+        """The ranks that FSDP2 shards this weight over, without replicas."""
         mesh: DeviceMesh = self.param().shard_mesh
         return mesh
 
@@ -217,21 +229,23 @@ class FSDPWeight:
 
     @property
     def inner_shards(self) -> InnerShards | None:
-        """The shards of a weight that FSDP2 shards along another dimension than the first, one for
-        each rank. None if it shards the first one, and over one rank.
+        """The shards of all ranks, if FSDP2 shards the weight along a dimension other than the
+        first. None if it shards the first dimension, or over one rank.
         """
         world = self.shard_mesh.size()
-        return InnerShards(self.shape, self.shard_dim, world) if self.shard_dim and world > 1 else None
+        if self.shard_dim == 0 or world == 1:
+            return None
+        return InnerShards(self.shape, self.shard_dim, world)
 
     @property
     def sliced(self) -> bool:
-        """True if tensor parallelism gives this rank a slice, which FSDP2 shards."""
+        """True if tensor parallelism gives this rank a slice of the weight, which FSDP2 shards."""
         return tuple(self.param().sharded_param.shape) != self.shape
 
     @property
     def must_keep_codes(self) -> bool:
-        """True if codes must be kept from one cast to the next, even if `keep_codes` is False: a
-        single rank sends all as one output, and masters in CPU memory are cast on the CPU.
+        """True if casts must keep codes even if `keep_codes` is False. A single rank sends codes
+        and metadata as one output, and masters in CPU memory are cast on the CPU.
         """
         return self.shard_mesh.size() == 1 or bool(self.param().offload_to_cpu)
 
@@ -246,7 +260,7 @@ class FSDPWeight:
         return f"{self.name} {self.format} {self.shape} {self.nominal}{along}{shared}{gradients}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
-        """Return why this weight cannot be cast, if so."""
+        """Return why this weight cannot be cast, or None if it can."""
         try:
             self._check_dtypes()
             if self.local.is_meta:
@@ -265,17 +279,17 @@ class FSDPWeight:
             raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
 
     def _check_mesh(self, weight_mesh: DeviceMesh) -> None:
-        """Raise ValueError if the ranks of `weight_mesh` are not all that hold the weight."""
-        sharding = dist.get_process_group_ranks(self.shard_mesh.get_group())
-        reducing = dist.get_process_group_ranks(weight_mesh.get_group())
-        if not {*sharding} <= {*reducing}:
+        """Raise ValueError if FSDP2 shards the weight over ranks that `weight_mesh` lacks."""
+        shard_ranks = dist.get_process_group_ranks(self.shard_mesh.get_group())
+        mesh_ranks = dist.get_process_group_ranks(weight_mesh.get_group())
+        if not {*shard_ranks} <= {*mesh_ranks}:
             raise ValueError(
-                f"FSDP2 shards the weight over ranks {sharding}, and weight_mesh has ranks {reducing}: pass prepare(..., "
+                f"FSDP2 shards the weight over ranks {shard_ranks}, and weight_mesh has ranks {mesh_ranks}: pass prepare(..., "
                 "weight_mesh=) the flattened mesh of all ranks that shard the weight, those of FSDP2 too"
             )
 
     def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
-        """Raise ValueError unless this weight can be gathered in a format."""
+        """Raise ValueError if this weight cannot be gathered in a format."""
         problem = self.group.problem()
         if problem:
             raise ValueError(problem)
@@ -283,10 +297,10 @@ class FSDPWeight:
         self.presentation.check(fmt)
         if self.inner_shards is not None:
             check_shape(fmt, self.local.shape)
-            _check_parts(fmt, self.local.shape, self.shape, f"shards of Shard({self.inner_shards.dim})")
+            _check_whole_blocks(fmt, self.local.shape, self.shape, f"shards of Shard({self.inner_shards.dim})")
         if not self.sliced:
             return
-        _check_parts(fmt, self.shape, self.param().sharded_param.shape, "tensor-parallel slices")
+        _check_whole_blocks(fmt, self.shape, self.param().sharded_param.shape, "tensor-parallel slices")
         has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
             raise ValueError(
@@ -294,11 +308,11 @@ class FSDPWeight:
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
-    # -- sharded: this rank's rows
+    # -- sharded
 
     def locate(self) -> None:
-        """Find the rows of this rank in memory. Raises TypeError if `Module.to` has changed their
-        dtype.
+        """Find the rows of this rank in memory, and compute their geometry. Raises TypeError if
+        `Module.to` has changed their dtype.
         """
         try:
             self._check_dtypes()
@@ -308,60 +322,81 @@ class FSDPWeight:
         shape, world, rank = self.shape, self.shard_mesh.size(), self.shard_mesh.get_local_rank()
         inner_shards = self.inner_shards
         if inner_shards is not None:
-            # The geometry then describes the inner shard of this rank as a weight over one rank.
+            # Each rank casts its inner shard as if it were a weight over one rank.
             # `ShardGeometry.world` is still the number of ranks that FSDP2 shards over.
             shape, world, rank = tuple(self.master.shape), 1, 0
         rows, columns = matrix_shape(shape)
-        shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
-        count, (matrix_rows, _) = stored_matrices(self.format, shape)
-        apart = matrix_rows if count > 1 else None
-        self.geometry = ShardGeometry(self.format, dtype_name(self.nominal), shards, columns, rank, apart, inner_shards)
+        # FSDP2 shards the first dimension. A row of it is several rows of the matrix if the weight
+        # has more than two dimensions.
+        rows_of_first_dim = rows // shape[0]
+        rows_per_rank = -(-shape[0] // world) * rows_of_first_dim
+        shards = RowShards(rows, rows_per_rank, world)
+        matrix_count, (matrix_rows, _) = stored_matrices(self.format, shape)
+        self.geometry = ShardGeometry(
+            format=self.format,
+            nominal_name=dtype_name(self.nominal),
+            shards=shards,
+            columns=columns,
+            rank=rank,
+            matrix_rows=matrix_rows if matrix_count > 1 else None,
+            inner_shards=inner_shards,
+        )
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.is_located = True
         self.validity.watch([self.master], sharded=False)
-        first = self.master.data_ptr()
-        self.addresses = range(first, first + self.master.nbytes)
+        start = self.master.data_ptr()
+        self.addresses = range(start, start + self.master.nbytes)
 
     def shard_over(self, codes: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> MasterShard:
-        """Return the part that this rank casts as a small weight. Its `codes`, by direction, begin
-        with the first element on this rank. Its scales are in `buffers`.
+        """Return this rank's part of the weight as a small weight, which it casts.
+
+        `codes`, one tensor per direction, begin with the first element that this rank holds.
+        `buffers` are the scales, keyed by name.
         """
         geometry = self.geometry
         shape = geometry.shape(geometry.cast_rows)
         memory = {**buffers, **dict(zip(CODES, codes, strict=False))}
         weight = QuantizedWeight.of_part(shape, self.format, geometry.nominal, memory)
-        data = (codes[0], codes[1]) if len(codes) > 1 else codes[0] if codes else None
-        return MasterShard(weight, self.master.view(-1) if geometry.span.numel else None, geometry.span, data)
+        shard_data: Tensor | tuple[Tensor, Tensor] | None = None
+        if len(codes) == 1:
+            shard_data = codes[0]
+        elif codes:
+            shard_data = codes[0], codes[1]
+        master = self.master.view(-1) if geometry.span.numel else None
+        return MasterShard(weight, master, geometry.span, shard_data)
 
-    # -- written to
+    # -- writes to the master
 
     def after_write(self, data: Tensor) -> None:
-        """Called after an operator wrote to `data`: this master, or a tensor that FSDP2 or an
-        optimizer made like it.
+        """Called after an operator wrote to `data`, which is this master or a tensor that FSDP2 or
+        an optimizer made like it.
         """
-        # Tracing writes nothing, and compiled code does not come here. The optimizer's hook reports
-        # its writes.
+        # Tracing writes nothing. Compiled code does not call this, and the hook of the optimizer
+        # step reports its writes.
         if torch._guards.TracingContext.try_get() is not None:
             return
-        # A view without elements has no address.
+        # A write elsewhere, for example to optimizer state, does not change the master. Neither
+        # does one to a view without elements, which has no address.
         if data.data_ptr() not in self.addresses:
             return
         self.manager.plan.mark_amaxes_old()
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Report the change in the header of the next gather, unless a cast comes first."""
+        """Record that the master has changed since the last cast. The header of the next gather
+        reports this, unless a cast comes first.
+        """
         if not self.is_written:
             self.is_written = True
             self.manager.plan.record_written(self)
             self.refuse_reads()
 
     def refuse_reads(self) -> None:
-        """Let reads of the gathered bytes raise, which are older than the master."""
+        """Let reads of the gathered bytes raise, since they are older than the master."""
         self.validity.before_read = self._refuse
 
     def mark_readable(self) -> None:
-        """Allow reads of a weight that is left gathered: all ranks know of the writes to it."""
+        """Allow reads of a weight that is left gathered, once all ranks know of writes to it."""
         self.validity.before_read = None
 
     def _refuse(self, weight: Any) -> None:
@@ -374,24 +409,26 @@ class FSDPWeight:
 
     @property
     def is_merged(self) -> bool:
-        """True once FSDP2 gathers this weight with the others of its group, which calls no hook."""
+        """True once FSDP2 gathers the weights of the group as one parameter, without the hooks of
+        each.
+        """
         return hasattr(self, "group") and self.group.is_merged
 
     def send(self, device: torch.device) -> list[Tensor]:
-        """Return the bytes of this rank for a gather that begins, flat, on `device`."""
+        """Return the flat tensors that this rank sends in a gather, on `device`."""
         if self.index == 0:
             self.begin_gather(device)
         return self.group.pop_outgoing(self.index)
 
     def begin_gather(self, device: torch.device) -> None:
-        """Called with the first weight of a gather, before FSDP2 takes the bytes of any."""
+        """Called for the first weight of a gather, before FSDP2 takes the bytes of any weight."""
         self.manager.before_gather()
         self.group.begin_gather(self.manager.plan.generation, device)
 
     def receive_first(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Make the weight over the `outputs` of the first gather. Later gathers fill the same
-        memory and call only `receive_group`. Return (the weight as its module sees it, buffers that
-        FSDP2 allocates and frees with it).
+        """Make `unsharded` over the `outputs` of the first gather. Later gathers fill the same
+        memory and call only `receive_group`. Return the tensor that modules see, and the buffers
+        that FSDP2 must allocate and free with it.
         """
         buffers, freed_with_it = self.group.buffers_over(self.index, outputs)
         unsharded = QuantizedWeight.of_buffers(self.shape, self.format, self.geometry.nominal, buffers)
@@ -408,10 +445,11 @@ class FSDPWeight:
         return self.presentation.show(unsharded), freed_with_it
 
     def receive_group(self) -> None:
-        """Finish a gather: compare headers, cast and gather again if all ranks have written, and
-        lay out scales. Called with the first weight of every gather, once all bytes have arrived.
+        """Finish a gather. Called for the first weight of every gather, once all bytes have
+        arrived. If the headers say that all ranks have written masters, cast and gather again.
         """
         group = self.group
+        # Another gather may have made that cast already.
         if group.compare_headers() and group.sent_cast == self.manager.plan.generation:
             self.manager.cast_again()
         if group.sent_cast != self.manager.plan.generation:
@@ -420,8 +458,8 @@ class FSDPWeight:
         group.finish_gather()
 
     def convert(self, fmt: FormatSpec) -> None:
-        """Cast into `fmt` in later casts. The next gather is like the first even if the format of
-        this weight stays, since the format of another weight of the group changes.
+        """Set the format of later casts. The next gather allocates memory as the first one did,
+        even if this format is the same, since that of another weight in the group changes.
         """
         self.format = fmt
         self.unsharded = None
@@ -429,8 +467,8 @@ class FSDPWeight:
 
     @property
     def shown(self) -> Tensor | None:
-        """The parameter that FSDP2 made of the presentation's tensor, or its local tensor if that
-        is a DTensor. None before the first gather.
+        """The parameter that FSDP2 made from the tensor of the presentation; if that is a DTensor,
+        its local tensor. None before the first gather.
         """
         shown = getattr(self.param(), "_unsharded_param", None)
         local: Tensor | None = getattr(shown, "_local_tensor", shown)
@@ -453,26 +491,28 @@ class FSDPWeight:
         return self.presentation.live(shown, self.unsharded)
 
 
-def _check_parts(fmt: FormatSpec, of_part: Sequence[int], of_weight: Sequence[int], parts: str) -> None:
-    """Raise ValueError if a block would span two `parts` of a weight."""
-    # The last two dimensions of experts, since blocks begin again in each of them.
-    extents, whole = of_part[-2:], of_weight[-2:]
+def _check_whole_blocks(fmt: FormatSpec, part_shape: Sequence[int], weight_shape: Sequence[int], parts: str) -> None:
+    """Raise ValueError if a block would span two parts of a weight. `parts` is their name."""
+    # Each expert begins a new block, so only the last two dimensions count.
+    part_sizes, weight_sizes = part_shape[-2:], weight_shape[-2:]
     for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
-        dimensions = zip(extents, whole, block, strict=True)
-        if any(extent != whole_extent and extent % block_extent for extent, whole_extent, block_extent in dimensions):
-            raise ValueError(
-                f"a block of {fmt} would span two {parts}: one is {list(extents)} and a block {list(block)}"
-            )
+        for part_size, weight_size, block_size in zip(part_sizes, weight_sizes, block, strict=True):
+            is_split = part_size != weight_size
+            if is_split and part_size % block_size:
+                raise ValueError(
+                    f"a block of {fmt} would span two {parts}: one is {list(part_sizes)} and a block {list(block)}"
+                )
 
 
 def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
-    """Return the weights that are referred to, which the model keeps alive."""
+    """Return the weights behind weak references. The model keeps them alive."""
     return [weight for reference in references if (weight := reference()) is not None]
 
 
 def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
-    """Return the statuses of this rank's shards of one manager's weights: PARTIAL for all if
-    masters are partial, REFUSED for all if this rank could not make the last cast.
+    """Return the status of this rank's shard of each weight. All weights have the same manager.
+
+    All are PARTIAL if masters are partial, and REFUSED if this rank could not make the last cast.
     """
     plan = weights[0].manager.plan
     if plan.validity.partial:
@@ -483,8 +523,11 @@ def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
     for weight in weights:
         if weight.name in written:
             weight.mark_written()
-    return [
-        ShardStatus.WRITTEN if weight.is_written and clean == ShardStatus.CLEAN else clean
-        for weight in weights
-        for clean in [weight.status_after_cast]
-    ]
+    statuses = []
+    for weight in weights:
+        status = weight.status_after_cast
+        # A rank without rows reports EMPTY, also after a write.
+        if weight.is_written and status is ShardStatus.CLEAN:
+            status = ShardStatus.WRITTEN
+        statuses.append(status)
+    return statuses
