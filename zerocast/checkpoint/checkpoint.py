@@ -30,7 +30,7 @@ from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
-from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
+from zerocast.checkpoint.whole_folder import check_written
 from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 
@@ -178,9 +178,7 @@ def write(
     given_manifest = manifest or Manifest()
     token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # The path is made absolute since "." has no name to which a suffix could be added.
-    folder = folder_at(path.absolute(), token)
-    if given_manifest.step is not None:
-        folder = dataclasses.replace(folder, may_replace=has_manifest)
+    folder = folder_at(path.absolute(), token, replaces_checkpoints=given_manifest.step is not None)
 
     def commit(files: dict[str, FileSum]) -> None:
         final_manifest = given_manifest if before_commit is None else before_commit()
@@ -191,24 +189,19 @@ def write(
     try:
         partial = from_rank_0(group, folder.begin, SAVES)
         files = _of_all_ranks(torch_checkpoint.save(state, partial, group, planner), group)
-        on_rank_0(group, lambda: commit(files))
-    except CheckpointException as error:
-        # This error is not an Exception, and it is the same on every rank.
-        _abandon(folder, group)
-        if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
-            raise KeyboardInterrupt from error
-        raise RuntimeError(f"{folder.path} was not written: {torch_checkpoint.reasons(error)}") from error
-    except Exception as error:
-        _abandon(folder, group)
-        raise RuntimeError(f"{folder.path} was not written: {error}") from error
-    except KeyboardInterrupt:
-        _abandon(folder, group)
-        raise
-
-
-def _abandon(folder: Folder[Any], group: Group) -> None:
-    if group.rank == 0:
-        folder.abandon()
+        from_rank_0(group, lambda: commit(files), SAVES)
+    # A CheckpointException is not an Exception, and it is the same on every rank.
+    except (CheckpointException, Exception, KeyboardInterrupt) as error:
+        if group.rank == 0:
+            folder.abandon()
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        reason = str(error)
+        if isinstance(error, CheckpointException):
+            if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            reason = torch_checkpoint.reasons(error)
+        raise RuntimeError(f"{folder.path} was not written: {reason}") from error
 
 
 def contents_of(
@@ -299,11 +292,6 @@ def _of_all_ranks(own_sums: Mapping[str, FileSum], group: Group) -> dict[str, Fi
     return sums
 
 
-def on_rank_0(group: Group, work: Callable[[], object]) -> None:
-    """Run `work` on rank 0 while the others wait; an error is raised on every rank."""
-    from_rank_0(group, lambda: work() and None, SAVES)
-
-
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:
     """Return a problem for each tensor of `state` that the checkpoint lacks, or has with a
     different shape or with a dtype that would lose values. Integers, such as codes, are only read
@@ -316,13 +304,12 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
             problems.append(f"{name} is not a tensor in the checkpoint" if entry else f"{name} is missing")
         elif entry.size != tensor.shape:
             problems.append(f"{name} has shape {tuple(entry.size)} in the checkpoint, expected {tuple(tensor.shape)}")
-        elif entry.properties.dtype != tensor.dtype and not _both_floating_point(entry.properties.dtype, tensor.dtype):
-            problems.append(f"{name} is {entry.properties.dtype} in the checkpoint, expected {tensor.dtype}")
+        else:
+            dtype = entry.properties.dtype
+            are_floating_point = dtype.is_floating_point and tensor.is_floating_point()
+            if dtype != tensor.dtype and not are_floating_point:
+                problems.append(f"{name} is {dtype} in the checkpoint, expected {tensor.dtype}")
     return problems
-
-
-def _both_floating_point(first: torch.dtype, second: torch.dtype) -> bool:
-    return first.is_floating_point and second.is_floating_point
 
 
 def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -256,7 +256,7 @@ class Checkpoints:
         finally:
             if self._writer is not None:
                 self._writer.is_writing = False
-        checkpoint.on_rank_0(group, lambda: self._prune(step))
+        from_rank_0(group, lambda: self._prune(step), checkpoint.SAVES)
         written: Lineage = group.broadcast_object(lineage, "the lineage of a checkpoint")
         return written
 
@@ -297,7 +297,7 @@ class Checkpoints:
         return lineages
 
     def _whole_folder(self, step: int) -> Folder[Any]:
-        return dataclasses.replace(folder_at(self._folder / f"step_{step:08d}"), may_replace=has_manifest)
+        return folder_at(self._folder / f"step_{step:08d}", replaces_checkpoints=True)
 
     def _prune(self, newest: int) -> None:
         """Finish interrupted replacements; delete checkpoints beyond `keep` and the remains of

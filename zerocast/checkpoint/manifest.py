@@ -105,23 +105,15 @@ class Manifest:
 
         A folder that is not a checkpoint may hold an unrelated file of the same name.
         """
-        if isinstance(folder, StorePath):
-            return Manifest._of_store(folder)
-        if not (folder / ".metadata").is_file():
+        is_store = isinstance(folder, StorePath)
+        if not is_store and not (folder / ".metadata").is_file():
             return None
-        try:
-            return Manifest._of_file(folder / NAME)
-        except FileNotFoundError:
-            return None
-
-    @staticmethod
-    def _of_store(folder: StorePath) -> "Manifest | None":
         if is_unfinished(folder):
             raise ValueError(f"{folder} is incomplete: a save is in progress or was interrupted")
         try:
             return Manifest._of_file(folder / NAME)
         except FileNotFoundError:
-            if not folder.exists():
+            if not is_store or not folder.exists():
                 return None
             raise ValueError(
                 f"{folder} has no {NAME}, which marks a complete checkpoint at a URL: copy files of other programs to a local "

@@ -8,7 +8,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
-from zerocast.checkpoint.hashed_files import HashedFiles
+from zerocast.checkpoint.torch_checkpoint import HashedFiles
 
 
 class StoreFiles(FileSystem):

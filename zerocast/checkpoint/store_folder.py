@@ -102,9 +102,11 @@ class StoreFolder(Folder[StorePath]):
         return [folder for folder in folders if has_manifest(folder) and not is_unfinished(folder)]
 
 
-def folder_at(path: Location, token: str = "") -> Folder[Any]:
+def folder_at(path: Location, token: str = "", replaces_checkpoints: bool = False) -> Folder[Any]:
     """Return the folder at a local path or in a store."""
-    return StoreFolder(path, token=token) if isinstance(path, StorePath) else WholeFolder(path, token=token)
+    if isinstance(path, StorePath):
+        return StoreFolder(path, token, replaces_checkpoints)
+    return WholeFolder(path, token, replaces_checkpoints)
 
 
 def _save_number(folder: StorePath) -> int:

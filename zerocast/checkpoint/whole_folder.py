@@ -20,19 +20,17 @@ have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and Lustre lack.
 
 import abc
 import contextlib
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.checkpoint.store import Location, StorePath
-from zerocast.checkpoint.writer import Writer
+from zerocast.checkpoint.writer import Writer, read_record, record_of_this_process
 
 # Suffixes of temporary folders: of one that is being written, and of a complete one that is to
 # replace another.
@@ -41,7 +39,6 @@ NEW = ".new"
 # A pattern for the part between the name of a folder and the suffix.
 TEMPORARY = r"\.zerocast-([0-9a-f]{16})"
 MARKER = ".zerocast-writer"
-MARKER_BYTES = 2**12
 MANIFEST = "manifest.json"
 LocationT = TypeVar("LocationT", Path, StorePath)
 
@@ -79,25 +76,21 @@ def check_written(folder: Location, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _is_never_replaced(path: Location) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Folder(abc.ABC, Generic[LocationT]):
     """The folder at `path`, which one process writes.
 
     Attributes:
         path: the path of the folder once it is complete.
-        may_replace: given the path, returns True if zerocast wrote the folder there and it may be
-            replaced.
         token: makes the names of temporary folders unique. Processes that write the folder together
             share it.
+        replaces_checkpoints: True if the folder replaces one with a manifest, which only zerocast
+            writes. Anything else at the path is an error.
     """
 
     path: LocationT
-    may_replace: Callable[[LocationT], bool] = _is_never_replaced
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    replaces_checkpoints: bool = False
 
     @property
     @abc.abstractmethod
@@ -141,7 +134,7 @@ class Folder(abc.ABC, Generic[LocationT]):
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def _check_replaceable(self) -> None:
-        if self.holds_anything() and not self.may_replace(self.path):
+        if self.holds_anything() and not (self.replaces_checkpoints and has_manifest(self.path)):
             raise FileExistsError(
                 f"{self.path} already exists: checkpoints, and files that zerocast has not written, are not overwritten; delete it "
                 "or choose a different path"
@@ -181,10 +174,12 @@ class WholeFolder(Folder[Path]):
         at the path may not be replaced.
         """
         self._check_replaceable()
-        _make_parents(self.partial)
+        make_folder(self.path.parent)
         self.finish_replacement()
         partial_folders = self._temporary(PARTIAL)
-        writers = ((folder, Writer.of_content(_read_marker(folder).get("writer"))) for folder in partial_folders)
+        writers = (
+            (folder, Writer.of_content(read_record(folder / MARKER).get("writer"))) for folder in partial_folders
+        )
         discard([folder for folder, writer in writers if writer is not None and writer.has_ended()])
         self.partial.mkdir()
         mark(self.partial, self.token)
@@ -263,8 +258,12 @@ def sync_folder(path: Location) -> None:
 
 def make_folder(path: Location) -> None:
     """Create a folder and its parents, and persist their names. A store makes them with a file."""
-    if not isinstance(path, StorePath):
-        _make_parents(path / MARKER)
+    if isinstance(path, StorePath):
+        return
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -275,24 +274,16 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _make_parents(path: Path) -> None:
-    missing = [folder for folder in path.parents if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
-
-
 def mark(folder: Location, token: str) -> None:
     """Write the marker and sync it, before anything else is in the folder."""
-    content = {"token": token, "writer": asdict(Writer.this_process())}
-    (folder / MARKER).write_text(json.dumps(content))
+    (folder / MARKER).write_text(record_of_this_process(token))
     sync_file(folder / MARKER)
     sync_folder(folder)
 
 
 def marker_token(folder: Location) -> Any:
     """Return the token in the marker of a folder; None if it has no marker."""
-    return _read_marker(folder).get("token")
+    return read_record(folder / MARKER).get("token")
 
 
 def _is_ours(folder: Location, token: str) -> bool:
@@ -303,14 +294,6 @@ def _is_ours(folder: Location, token: str) -> bool:
         return False
     marked = marker_token(folder) == token
     return marked or has_manifest(folder) or {path.name for path in folder.iterdir()} <= {MARKER}
-
-
-def _read_marker(folder: Location) -> dict[str, Any]:
-    try:
-        content = json.loads(read_bounded(folder / MARKER, MARKER_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _delete(folder: Location) -> None:

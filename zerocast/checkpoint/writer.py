@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
+from zerocast.checkpoint.store import Location
 
 LEASE = ".writer.json"
 # Seconds between two touches of a lease.
@@ -32,7 +33,7 @@ BEAT = 2.0
 WATCHED = 5.0
 # Seconds without a touch after which a writer counts as dead.
 SILENCE = 15.0
-# The largest lease that is read.
+# The largest record of a process that is read.
 MOST_BYTES = 2**12
 
 
@@ -107,10 +108,10 @@ class WriterLease:
         except FileExistsError:
             if not self._is_abandoned():
                 return False
-            self._take_over()
+            self._write_own_file().replace(self._file)
         else:
             with os.fdopen(descriptor, "w") as stream:
-                stream.write(self._content())
+                stream.write(record_of_this_process(self._token))
         self._watched = None
         self._pid = os.getpid()
         self._released.clear()
@@ -125,8 +126,8 @@ class WriterLease:
         """
         if not self._is_ours():
             raise RuntimeError(
-                f"{self._file.parent} was taken over by {_who(self._read())}, since this process was stopped for more than "
-                f"{SILENCE:.0f} s: one run writes into a folder at a time"
+                f"{self._file.parent} was taken over by {_who(read_record(self._file))}, since this process was stopped for more "
+                f"than {SILENCE:.0f} s: one run writes into a folder at a time"
             )
 
     def release(self) -> None:
@@ -137,27 +138,27 @@ class WriterLease:
                 self._file.unlink()
 
     def _is_ours(self) -> bool:
-        return self._pid == os.getpid() and _parsed(self._read()).get("token") == self._token
+        return self._pid == os.getpid() and read_record(self._file).get("token") == self._token
 
     def _is_abandoned(self) -> bool:
         """Return True if the writer is dead, False while that is unclear. Raises RuntimeError if it
         is alive.
         """
         now = time.monotonic()
-        content = self._read()
+        record = read_record(self._file)
         try:
             touched = _touched(self._file)
         except FileNotFoundError:
             # The writer released the lease just now.
             return False
-        writer = Writer.of_content(_parsed(content).get("writer"))
+        writer = Writer.of_content(record.get("writer"))
         if writer is not None and writer.has_ended():
             return True
-        if self._watched is None or self._watched.content != content:
-            self._watched = _Watched(content, touched, now, self._age(touched))
+        if self._watched is None or self._watched.record != record:
+            self._watched = _Watched(record, touched, now, self._age(touched))
         if touched != self._watched.touched:
             raise RuntimeError(
-                f"{_who(content)} is still writing checkpoints to {self._file.parent}: use one folder per run, or stop "
+                f"{_who(record)} is still writing checkpoints to {self._file.parent}: use one folder per run, or stop "
                 "that run"
             )
         watched = now - self._watched.since
@@ -165,28 +166,16 @@ class WriterLease:
 
     def _age(self, touched: int) -> float:
         """Return the seconds since the file was touched, by the clock of the file system."""
-        probe = self._own_file()
-        probe.write_text(self._content())
+        probe = self._write_own_file()
         age = (_touched(probe) - touched) / 1e9
         probe.unlink()
         return max(0.0, age)
 
-    def _take_over(self) -> None:
-        mine = self._own_file()
-        mine.write_text(self._content())
-        mine.replace(self._file)
-
-    def _own_file(self) -> Path:
-        return self._file.with_name(f"{self._file.name}.{self._token}")
-
-    def _content(self) -> str:
-        return json.dumps({"token": self._token, "writer": asdict(Writer.this_process())})
-
-    def _read(self) -> bytes:
-        try:
-            return read_bounded(self._file, MOST_BYTES)
-        except (OSError, ValueError):
-            return b""
+    def _write_own_file(self) -> Path:
+        """Write a record of this process beside the lease, and return its path."""
+        path = self._file.with_name(f"{self._file.name}.{self._token}")
+        path.write_text(record_of_this_process(self._token))
+        return path
 
     def _beat(self) -> None:
         """Touch the file as long as this process has the lease; runs in a thread. Errors of the
@@ -219,13 +208,13 @@ class _Watched:
     """The lease of another writer, when it was first read.
 
     Attributes:
-        content: the content of the file.
+        record: the content of the file, as `read_record` returns it.
         touched: the time of its last touch, in ns, by the clock of the file system.
         since: the time of the first read, in seconds, by the monotonic clock of this process.
         age: the seconds between the last touch and the first read.
     """
 
-    content: bytes
+    record: dict[str, Any]
     touched: int
     since: float
     age: float
@@ -239,16 +228,24 @@ def _touched(path: Path) -> int:
         return os.fstat(stream.fileno()).st_mtime_ns
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def record_of_this_process(token: str) -> str:
+    """Return the text of a file by which a process says that it writes a folder."""
+    return json.dumps({"token": token, "writer": asdict(Writer.this_process())})
+
+
+def read_record(path: Location) -> dict[str, Any]:
+    """Return the token and writer in a file of `record_of_this_process`; nothing from a file that
+    is missing or damaged.
+    """
     try:
-        parsed = json.loads(content)
-    except ValueError:
+        record = json.loads(read_bounded(path, MOST_BYTES))
+    except (OSError, ValueError):
         return {}
-    return parsed if isinstance(parsed, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-def _who(content: bytes) -> str:
-    writer = Writer.of_content(_parsed(content).get("writer"))
+def _who(record: dict[str, Any]) -> str:
+    writer = Writer.of_content(record.get("writer"))
     return "another process" if writer is None else str(writer)
 
 

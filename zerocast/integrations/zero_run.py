@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerocast import QuantizedWeight
-from zerocast.checkpoint.checkpoint import group_of, on_rank_0
+from zerocast.checkpoint.checkpoint import SAVES, group_of
 from zerocast.checkpoint.manifest import LOADS, Manifest
 from zerocast.checkpoint.store import Location
 from zerocast.checkpoint.whole_folder import discard, is_unfinished, mark_incomplete
@@ -114,7 +114,9 @@ def save(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence
             checkpoints.save(optimizer, 0, model=model, extra={"save_id": save_id})
     # An earlier save may have had more optimizers. `load` counts the folders, so theirs must go.
     if group is not None:
-        on_rank_0(group, lambda: discard([mark_incomplete(path) for path in _saved(folder)[len(optimizers) :]]))
+        from_rank_0(
+            group, lambda: discard([mark_incomplete(path) for path in _saved(folder)[len(optimizers) :]]), SAVES
+        )
 
 
 def discard_saved(folder: Location, optimizers: Sequence[ZeroOptimizer]) -> None:
@@ -124,7 +126,7 @@ def discard_saved(folder: Location, optimizers: Sequence[ZeroOptimizer]) -> None
     `save` at all. An interrupted save then leaves no masters that belong to other files.
     """
     if optimizers:
-        on_rank_0(group_of(optimizers[0]), lambda: discard([mark_incomplete(path) for path in _saved(folder)]))
+        from_rank_0(group_of(optimizers[0]), lambda: discard([mark_incomplete(path) for path in _saved(folder)]), SAVES)
 
 
 def has_saved(folder: Location) -> bool:

@@ -31,9 +31,7 @@ def open_source(source: AnySource) -> TensorSource:
     path = as_location(source)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    if isinstance(path, StorePath):
-        return DcpSource(path)
-    if path.is_dir() and (path / ".metadata").is_file():
+    if isinstance(path, StorePath) or (path / ".metadata").is_file():
         return DcpSource(path)
     if is_safetensors(path):
         return SafetensorsSource(path)
