@@ -24,10 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 from zerocast.distributed.group import Group
 from zerocast.integrations.vllm.layers import Layers
 from zerocast.integrations.vllm.loader_map import LoaderMap
-from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_receiver import EngineReceiver
 from zerocast.serve.engine_sender import APPLY, OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region
+from zerocast.serve.receiving import Layout
 from zerocast.serve.refit_message import PROTOCOL, RefitError
 
 
@@ -91,7 +91,6 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
     # Made by `init_transfer_engine`, when a trainer connects.
     _receiver: EngineReceiver | None = None
     _folder: Path | None = None
-    _hook: Any = None
     # True while vLLM takes messages of a refit on this rank.
     _is_open = False
 
@@ -131,7 +130,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
             self.device,
             has_weights=self.vllm_config.load_config.load_format != "dummy",
         )
-        self._hook = self.model.register_forward_pre_hook(self._check_servable)
+        self.model.register_forward_pre_hook(self._check_servable)
 
     def start_weight_update(self) -> None:
         """Begin a refit, which is staged while requests continue."""

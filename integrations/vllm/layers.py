@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from zerocast.formats.memory import as_bytes
 from zerocast.integrations.vllm.loader_map import DROPPED, SHAPE, not_loaded
+from zerocast.serve.engine_weights import Strided
 from zerocast.serve.flat_bytes import digest
 
 KERNELS = "vllm.model_executor.kernels.linear"
@@ -140,18 +141,12 @@ class Layers:
 @dataclass(frozen=True)
 class _View:
     """Where a kernel's tensor has the bytes of a tensor in model layout: the kernel's tensor by
-    name, and the shape, strides, first element and dtype of the other one over its memory.
+    name, and the dtype and the elements of the other one over its memory.
     """
 
     kernel: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    shift: int
     dtype: torch.dtype
-
-    def over(self, kernel: Tensor) -> Tensor:
-        tensor = kernel.detach().view(self.dtype) if kernel.dtype != self.dtype else kernel.detach()
-        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.shift)
+    elements: Strided
 
 
 class _Layer:
@@ -186,7 +181,7 @@ class _Layer:
         if key in self._copies:
             return self._copies[key]
         view = self._views[key]
-        return view.over(get_layer_tensors(self.module)[view.kernel])
+        return view.elements.view(get_layer_tensors(self.module)[view.kernel].detach().view(view.dtype))
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Give the layer these tensors and process it, into the tensors that its kernel has."""
@@ -259,7 +254,7 @@ class _Layer:
             laid_out_alike = kernel[name].shape == tensor.shape and kernel[name].stride() == tensor.stride()
             if same_memory and laid_out_alike:
                 shift = int(given.storage_offset() - tensor.storage_offset())
-                return _View(name, tuple(given.shape), tuple(given.stride()), shift, given.dtype)
+                return _View(name, given.dtype, Strided(tuple(given.shape), tuple(given.stride()), shift))
         return None
 
 

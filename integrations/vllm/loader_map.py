@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
-from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
+from zerocast.serve.receiving import Layout
 
 # Global scales of fused nvfp4 weights, of which vLLM takes one for all.
 SHARED_SCALES = ("weight_global_scale", "weight_scale_2")

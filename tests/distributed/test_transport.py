@@ -37,8 +37,7 @@ SILENT = {
 THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "Work"),  # FSDP2's own gathers
     ("zerocast/fsdp2/torch_fsdp.py", "redistribute"),  # DTensor's, which a prepared model has wrapped
-    ("zerocast/serve/slices.py", "full_tensor"),
-    ("zerocast/serve/weight_source.py", "full_tensor"),  # DTensor's, of plain parameters under FSDP2
+    ("zerocast/serve/weight_source.py", "full_tensor"),  # DTensor's, of plain parameters and slices under FSDP2
     ("zerocast/cli/bench.py", "barrier"),
     ("integrations/megatron/installation.py", "allreduce"),  # Megatron's mark on parameters, no call
 }

@@ -23,9 +23,9 @@ from zerocast.distributed.group import Group
 from zerocast.formats.memory import as_bytes
 from zerocast.integrations.vllm.client import VllmServer
 from zerocast.serve import EngineReceiver, EngineSender, Message, RefitError, Sender
-from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_sender import OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
+from zerocast.serve.receiving import Layout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=gpus(1))]
 Recorded = list[tuple[dict[str, Any], list[Tensor]]]

@@ -281,7 +281,7 @@ def test_hostile_files_are_not_read(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(write, "sync_file", full)
+    monkeypatch.setattr(write, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         export_hf(made("llama"), tmp_path / "out", "bf16")
     assert not list(tmp_path.iterdir())

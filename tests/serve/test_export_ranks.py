@@ -28,7 +28,7 @@ from zerocast import QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.export import export_hf, export_safetensors
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.serve import slices
+from zerocast.serve import weight_source
 from zerocast.serve.safetensors_file import SafetensorsFile
 from zerocast.serve.weight_source import Batch, ShardedModel
 from zerocast.serve.write import INDEX
@@ -285,12 +285,12 @@ def test_a_rank_that_fails(tmp_path: Path, rank: int, what: str, message: str) -
 def test_codes_of_every_matrix_are_joined_and_compared(count: int) -> None:
     weight = QuantizedWeight.empty((count, 32, 64), "fp8_block")
     codes = weight.rowwise_data.copy_(torch.arange(count).repeat_interleave(32)[:, None])
-    assert torch.equal(slices.unpadded(weight, "rowwise_data", codes), codes.view(count, 32, 64))
+    assert torch.equal(weight_source.unpadded(weight, "rowwise_data", codes), codes.view(count, 32, 64))
 
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_a_weight_of_slices(tmp_path: Path) -> None:
-    fails = mock.patch.object(slices, "unpadded", side_effect=MemoryError("none"))
+    fails = mock.patch.object(weight_source, "unpadded", side_effect=MemoryError("none"))
     with contextlib.nullcontext() if dist.get_rank() else fails:
         said = same_on_all(error_of(lambda: of_slices(str(tmp_path / "out"), "fp8_block", "deepseek")))
     assert "rank 0: MemoryError('none')" in said

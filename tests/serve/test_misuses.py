@@ -173,7 +173,7 @@ def test_a_rank_that_lags() -> None:
         assert rank.accept(first) == ""
         if rank.weights.rank == 0:
             # It alone has the second refit.
-            rank.receiver._complete = first[0][0]["run"], 2
+            rank.receiver._order.complete = first[0][0]["run"], 2
         before = {name: tensor.clone() for name, tensor in rank.weights.own.items()}
         error = rank.accept(third)
         assert "rank 1 of 2: changes since refit 2 came to a receiver of refit 1: one was missed" in error

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import secrets
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
-from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
+from zerocast.checkpoint.untrained import BUFFERS, Untrained, leaves, other_dtypes
 from zerocast.checkpoint.whole_folder import check_written
 from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
@@ -114,7 +114,7 @@ def read(
     # Compare them with the metadata before anything is read.
     extra_problems = extras.problems(extra or {}, saved, manifest, group)
     if not extra_problems:
-        extra_problems = other_dtypes(list(_leaves("", extra_state)), saved) + _unfit(saved, "", extra_state)
+        extra_problems = other_dtypes(extra_state, saved) + _unfit(saved, "", extra_state)
     known = {*state["model"], *untrained.plain, *untrained.quantized}
     problems = [
         *_unfit(saved, "", state),
@@ -163,7 +163,7 @@ def write(
     state: Mapping[str, Any],
     path: Location,
     group: Group,
-    manifest: Manifest | None = None,
+    manifest: Manifest,
     planner: SavePlanner | None = None,
     before_commit: Callable[[], Manifest] | None = None,
 ) -> None:
@@ -175,13 +175,12 @@ def write(
     folder is an error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank
     cannot write.
     """
-    given_manifest = manifest or Manifest()
     token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # The path is made absolute since "." has no name to which a suffix could be added.
-    folder = folder_at(path.absolute(), token, replaces_checkpoints=given_manifest.step is not None)
+    folder = folder_at(path.absolute(), token, replaces_checkpoints=manifest.step is not None)
 
     def commit(files: dict[str, FileSum]) -> None:
-        final_manifest = given_manifest if before_commit is None else before_commit()
+        final_manifest = manifest if before_commit is None else before_commit()
         check_written(folder.partial, {name: sums.nbytes for name, sums in files.items()})
         dataclasses.replace(final_manifest, files=files).write(folder.partial)
         folder.commit()
@@ -298,7 +297,7 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
     with the same dtype.
     """
     problems = []
-    for name, tensor in _leaves(prefix, state):
+    for name, tensor in leaves(prefix, state):
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{name} is not a tensor in the checkpoint" if entry else f"{name} is missing")
@@ -396,13 +395,3 @@ def _log_unread(
             len(others),
             others[0],
         )
-
-
-def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested state with their names, in which dots join the keys."""
-    for key, value in state.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, Mapping):
-            yield from _leaves(name, value)
-        else:
-            yield name, value

@@ -221,7 +221,11 @@ class Checkpoints:
             if self._writer is None:
                 make_folder(self._folder)
                 self._writer = _FolderWriter.for_folder(self._folder)
-            self._writer.check_idle()
+            if self._writer.is_writing:
+                raise RuntimeError(
+                    f"another Checkpoints of this process is writing into {self._folder}: use one per folder, or wait() for its "
+                    "save"
+                )
             return self._writer.lease.poll()
 
         is_logged = group.rank > 0
@@ -365,7 +369,6 @@ class _FolderWriter:
     """
 
     def __init__(self, folder: Location) -> None:
-        self.folder = folder
         self.lease = NoLease() if isinstance(folder, StorePath) else WriterLease(folder)
         self.is_writing = False
         weakref.finalize(self, self.lease.release)
@@ -379,13 +382,6 @@ class _FolderWriter:
         if writer is None:
             writer = _FOLDER_WRITERS[key] = _FolderWriter(folder)
         return writer
-
-    def check_idle(self) -> None:
-        """Raise RuntimeError while a save of another Checkpoints is in progress."""
-        if self.is_writing:
-            raise RuntimeError(
-                f"another Checkpoints of this process is writing into {self.folder}: use one per folder, or wait() for its save"
-            )
 
 
 class _Saving:

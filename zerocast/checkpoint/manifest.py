@@ -24,7 +24,7 @@ import torch
 from zerocast.checkpoint.lineage import Lineage
 from zerocast.checkpoint.regular_file import open_regular, read_bounded, size_of
 from zerocast.checkpoint.store import Location, StorePath
-from zerocast.checkpoint.whole_folder import MANIFEST, has_manifest, is_unfinished, sync_file
+from zerocast.checkpoint.whole_folder import MANIFEST, has_manifest, is_unfinished, sync
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
 
@@ -191,7 +191,7 @@ class Manifest:
             "left_out": self.left_out,
         }
         (folder / NAME).write_text(json.dumps({**content, "sha256": digest(content)}, indent=1))
-        sync_file(folder / NAME)
+        sync(folder / NAME)
 
     def check(self, folder: Location, names: Sequence[str]) -> None:
         """Raise ValueError, with both values, for the first of these files whose size or hash

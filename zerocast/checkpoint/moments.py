@@ -4,7 +4,7 @@ docs/formats/moments_8bit.md.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,29 +41,22 @@ def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[st
     `known`. Each rank reads and checks a part of the files. A file that cannot be read raises on
     the rank that reads it only.
     """
-    problems: list[str] = []
-    for name, key, moment in _stored(reader, metadata, known, group):
-        try:
-            check_values(name, key, moment)
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
-
-
-def _stored(
-    reader: SafeReader, metadata: Metadata, known: Mapping[str, Any], group: Group
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (parameter, name of the moment, values) for this rank's part of the stored chunks."""
     chunks = []
     for index, location in metadata.storage_data.items():
         name, _, key = index.fqn.removeprefix(PREFIX).rpartition(".")
         if name in known and key in (*MOMENTS, *SCALES):
             chunks.append((name, key, location))
+    problems: list[str] = []
     for name, key, location in chunks[group.rank :: group.size]:
         if location.transform_descriptors:
             # Another program compressed the chunk. Its values are checked after loading.
             continue
         with reader.fs.create_stream(reader.fs.concat_path(reader.path, location.relative_path), "rb") as stream:
             moment = torch.load(reader._slice_file(stream, location), map_location="cpu", weights_only=True)
-        if type(moment) is Tensor and moment.numel():
-            yield name, key, moment
+        if type(moment) is not Tensor or not moment.numel():
+            continue
+        try:
+            check_values(name, key, moment)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.manifest import FileSum
 from zerocast.checkpoint.store import Location, StorePath
-from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.checkpoint.whole_folder import sync
 from zerocast.distributed.group import Group
 
 
@@ -129,7 +129,7 @@ class _SyncedFiles(HashedFiles, FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             yield stream
-        sync_file(Path(path))
+        sync(Path(path))
 
 
 class ClearWriter(FileSystemWriter):

@@ -14,7 +14,7 @@ bytes.
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,12 @@ class Untrained:
             )
         if model is None:
             return Untrained(plain, quantized, left_out=(UNKNOWN,))
-        buffers, left_out = _buffers(model)
+        buffers = persistent_buffers(model)
+        left_out = tuple(
+            f"the extra state of module {name or type(module).__name__}"
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        )
         empty = {name: buffer.shape for name, buffer in buffers.items() if not buffer.numel()}
         held = {name: buffer for name, buffer in buffers.items() if name not in empty}
         return Untrained(plain, quantized, held, empty, left_out)
@@ -154,12 +159,8 @@ class Untrained:
         checkpoint, and quantized weights of a different format, in which the same bytes are
         different values. `saved` and `formats` come from the checkpoint.
         """
-        tensors = [(f"{BUFFERS}.{name}", buffer) for name, buffer in state[BUFFERS].items()]
-        for rank, buffers in state[f"{BUFFERS}_of_ranks"].items():
-            tensors += [(f"{BUFFERS}_of_ranks.{rank}.{name}", buffer) for name, buffer in buffers.items()]
-        for name, buffers in state["zerocast"].items():
-            tensors += [(f"zerocast.{name}.{key}", buffer) for key, buffer in buffers.items()]
-        problems = other_dtypes(tensors, saved)
+        # A load converts plain parameters like masters.
+        problems = other_dtypes({key: entries for key, entries in state.items() if key != "model"}, saved)
         for name, shape in self.empty.items():
             # Buffers that differ between ranks are under the number of each rank.
             keys = [key for key in saved if key.startswith(BUFFERS) and key.endswith(f".{name}")]
@@ -182,10 +183,20 @@ class Untrained:
             logger.warning("checkpoints of this run do not include %s", "; ".join(self.left_out))
 
 
-def other_dtypes(tensors: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each (name, tensor) that has a different dtype in the checkpoint."""
+def leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested state with their names, in which dots join the keys."""
+    for key, value in state.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            yield from leaves(name, value)
+        else:
+            yield name, value
+
+
+def other_dtypes(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each tensor of `state` that has a different dtype in the checkpoint."""
     problems = []
-    for name, tensor in tensors:
+    for name, tensor in leaves("", state):
         entry = saved.get(name)
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != tensor.dtype:
             problems.append(f"{name} is {entry.properties.dtype} in the checkpoint, expected {tensor.dtype}")
@@ -223,19 +234,11 @@ def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
     state.validity.changed()
 
 
-def _buffers(model: nn.Module) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the persistent buffers of a model, each under its first name, and a description of
-    each module state that is not only tensors.
-    """
-    buffers: dict[str, Tensor] = {}
-    buffer_ids: set[int] = set()
-    left_out: list[str] = []
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the persistent buffers of a model, each under its first name."""
+    buffers: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            is_persistent = name not in module._non_persistent_buffers_set
-            if is_persistent and id(buffer) not in buffer_ids:
-                buffers[f"{prefix}.{name}" if prefix else name] = buffer
-                buffer_ids.add(id(buffer))
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            left_out.append(f"the extra state of module {prefix or type(module).__name__}")
-    return buffers, tuple(left_out)
+            if name not in module._non_persistent_buffers_set:
+                buffers.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
+    return dict(buffers.values())

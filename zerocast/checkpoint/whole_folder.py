@@ -191,11 +191,11 @@ class WholeFolder(Folder[Path]):
 
     def commit(self) -> None:
         """Rename `partial`, whose files are synced, to the path and delete the previous folder."""
-        sync_folder(self.partial)
+        sync(self.partial)
         self._check_replaceable()
         replaces = self.holds_anything()
         self.partial.rename(self._sibling(NEW) if replaces else self.path)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
         self.finish_replacement()
         (self.path / MARKER).unlink(missing_ok=True)
 
@@ -238,22 +238,21 @@ def discard(folders: Iterable[Location]) -> None:
     """
     for number, folder in enumerate(folders):
         if number == 0:
-            sync_folder(folder.parent)
+            sync(folder.parent)
         _delete(folder)
 
 
-def sync_file(path: Location) -> None:
-    """Persist a file with fsync; another process or library may have written it. A store persists
-    its files itself.
+def sync(path: Location) -> None:
+    """Persist a file, which another process or library may have written, or the entries of a
+    directory, which fsync of a file does not persist. A store persists its files itself.
     """
-    if not isinstance(path, StorePath):
-        _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Location) -> None:
-    """Persist a directory with fsync: fsync of a file does not persist its directory entry."""
-    if not isinstance(path, StorePath):
-        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    if isinstance(path, StorePath):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(path: Location) -> None:
@@ -263,22 +262,14 @@ def make_folder(path: Location) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync_folder(folder.parent)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder.parent)
 
 
 def mark(folder: Location, token: str) -> None:
     """Write the marker and sync it, before anything else is in the folder."""
     (folder / MARKER).write_text(record_of_this_process(token))
-    sync_file(folder / MARKER)
-    sync_folder(folder)
+    sync(folder / MARKER)
+    sync(folder)
 
 
 def marker_token(folder: Location) -> Any:
@@ -315,5 +306,5 @@ def _delete(folder: Location) -> None:
             with contextlib.suppress(OSError):
                 path.unlink()
     with contextlib.suppress(OSError):
-        sync_folder(folder)
+        sync(folder)
     shutil.rmtree(folder, ignore_errors=True)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span
 from zerocast.formats.memory import as_bytes
-from zerocast.serve.bucket import (
-    ASK,
+from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, check_uniform, elements_taken
+from zerocast.serve.flat_bytes import digest
+from zerocast.serve.receiving import (
     Layout,
+    RefitOrder,
     changes_of,
     check_sizes,
     digests_after,
@@ -27,10 +28,7 @@ from zerocast.serve.bucket import (
     layout_of,
     write_changes,
 )
-from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, check_uniform, elements_taken
-from zerocast.serve.flat_bytes import digest_of_span
-from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
-from zerocast.serve.refit_order import RefitOrder
+from zerocast.serve.refit_message import ASK, DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 
 
 @dataclass
@@ -40,6 +38,14 @@ class _Bucket:
     layout: Layout
     digest: str
     regions: dict[str, list[Region]]
+
+    def regions_in(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Region, Tensor]]:
+        """Yield each region on this rank with the one of the bucket's stored tensors that it is
+        of.
+        """
+        for (name, _, _), tensor in zip(self.layout, tensors, strict=True):
+            for region in self.regions.get(name, []):
+                yield region, tensor
 
 
 @dataclass
@@ -89,8 +95,6 @@ class EngineReceiver:
         self._bytes_group = bytes_group or self._group
         self._device = torch.device(device)
         self._order = RefitOrder()
-        # The run and refit of the engine's bytes; None before the first, and after a broken one.
-        self._complete: tuple[str, int] | None = None
         self._is_servable = has_weights
         self._buckets: list[_Bucket] = []
         # The refit in progress, until it is applied or rejected.
@@ -103,7 +107,7 @@ class EngineReceiver:
         """The number of the last refit that was applied; 0 before the first and after one that
         failed while it was written.
         """
-        return self._complete[1] if self._complete else 0
+        return self._order.refit
 
     def check_servable(self) -> None:
         """Raise RefitError while the engine has no weights of any one refit."""
@@ -180,7 +184,7 @@ class EngineReceiver:
         index = header["index"]
         if index == 0 and header["kind"] != END:
             self._stage = None
-            self._order.check(header, self._complete)
+            self._order.check(header)
             self._order.begin(header)
             self._stage = _Stage(header)
         stage = self._stage
@@ -219,15 +223,14 @@ class EngineReceiver:
         twice = known.intersection(name for name, _, _ in layout)
         if twice:
             raise RefitError(f"{min(twice)} came twice in refit {header['refit']}: {ASK}")
-        regions = dict(self._weights.regions(layout))
-        stage.buckets.append(_Bucket(layout, layout_digest(header["tensors"]), regions))
+        bucket = _Bucket(layout, layout_digest(header["tensors"]), dict(self._weights.regions(layout)))
+        stage.buckets.append(bucket)
         model_tensors = self._weights.model_tensors()
-        for (name, _, _), tensor in zip(layout, tensors, strict=True):
-            for region in regions.get(name, []):
-                if region.name not in stage.values:
-                    own = model_tensors[region.name]
-                    stage.values[region.name] = torch.zeros(own.shape, dtype=own.dtype)
-                region.own.view(stage.values[region.name]).copy_(region.stored.view(tensor))
+        for region, tensor in bucket.regions_in(tensors):
+            if region.name not in stage.values:
+                own = model_tensors[region.name]
+                stage.values[region.name] = torch.zeros(own.shape, dtype=own.dtype)
+            region.own.view(stage.values[region.name]).copy_(region.stored.view(tensor))
 
     def _stage_delta(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
         index = header["index"]
@@ -266,7 +269,7 @@ class EngineReceiver:
         stage = self._stage
         assert stage is not None
         # The bytes are partly of the old and partly of the new refit until all ranks have finished.
-        self._complete = None
+        self._order.complete = None
         self._is_servable = False
         broken = "failed while it was written"
         with self._agreed(broken):
@@ -280,8 +283,7 @@ class EngineReceiver:
                 self._weights.check()
         if stage.first["kind"] == FULL:
             self._check_bytes(stage, broken)
-        self._complete = stage.first["run"], stage.first["refit"]
-        self._order.complete(stage.first["run"])
+        self._order.end(stage.first)
         self._is_servable = True
         self._stage = None
 
@@ -294,7 +296,7 @@ class EngineReceiver:
             with self._agreed(what):
                 tensors = self._stored(bucket)
                 if stage.payloads:
-                    stage.own.append(_digest(tensors))
+                    stage.own.append(digest(*tensors))
                 buffers = [as_bytes(tensor) for tensor in tensors]
             for buffer in buffers:
                 self._bytes_group.all_reduce_max(buffer, "the bytes of an engine")
@@ -302,7 +304,7 @@ class EngineReceiver:
                 # Of a tensor that several ranks hold, the maximum hides a copy with smaller bytes.
                 is_equal = self._holds(bucket, tensors)
                 if stage.payloads:
-                    self._change(tensors, header, stage.payloads[index])
+                    write_changes(tensors, *changes_of(header, stage.payloads[index], tensors))
                 if not is_equal or not have_digests(tensors, digests_after(header)):
                     raise RefitError(
                         f"the engine's bytes of {bucket.layout[0][0]} or of its message would differ from the sender's: "
@@ -320,19 +322,17 @@ class EngineReceiver:
         name.
         """
         own = self._weights.model_tensors()
-        for (name, _, _), tensor in zip(bucket.layout, tensors, strict=True):
-            for region in bucket.regions.get(name, []):
-                if own[region.name].is_uniform:
-                    value = values.setdefault(region.name, torch.zeros(own[region.name].shape, dtype=tensor.dtype))
-                    region.own.view(value).copy_(region.stored.view(tensor))
+        for region, tensor in bucket.regions_in(tensors):
+            if own[region.name].is_uniform:
+                value = values.setdefault(region.name, torch.zeros(own[region.name].shape, dtype=tensor.dtype))
+                region.own.view(value).copy_(region.stored.view(tensor))
 
     def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
         """Return True if the engine's bytes on this rank are those of the stored tensors."""
         own = self._weights.tensors()
         pairs = (
             (region.stored.view(stored), region.own.view(own[region.name]).to(stored.device))
-            for (name, _, _), stored in zip(bucket.layout, tensors, strict=True)
-            for region in bucket.regions.get(name, [])
+            for region, stored in bucket.regions_in(tensors)
         )
         return all(torch.equal(as_bytes(whole.contiguous()), as_bytes(part.contiguous())) for whole, part in pairs)
 
@@ -344,12 +344,12 @@ class EngineReceiver:
             self._buckets, stage.headers, stage.payloads, stage.own, strict=True
         ):
             tensors = self._stored(bucket)
-            if _digest(tensors) != own_digest:
+            if digest(*tensors) != own_digest:
                 raise RefitError(
                     f"something else wrote to {bucket.layout[0][0]} or what came with it since the changes were found to fit, such "
                     "as a reload or a sleep of level 2"
                 )
-            for index in self._change(tensors, header, payload):
+            for index in write_changes(tensors, *changes_of(header, payload, tensors)):
                 for region in bucket.regions.get(bucket.layout[index][0], []):
                     region.own.view(own[region.name]).copy_(region.stored.view(tensors[index]))
                     written.add(region.name)
@@ -360,19 +360,7 @@ class EngineReceiver:
         other ranks have them.
         """
         own = self._weights.tensors()
-        tensors = []
-        for name, dtype, shape in bucket.layout:
-            stored = torch.zeros(shape, dtype=dtype, device=self._device)
-            for region in bucket.regions.get(name, []):
-                region.stored.view(stored).copy_(region.own.view(own[region.name]))
-            tensors.append(stored)
+        tensors = [torch.zeros(shape, dtype=dtype, device=self._device) for _, dtype, shape in bucket.layout]
+        for region, stored in bucket.regions_in(tensors):
+            region.stored.view(stored).copy_(region.own.view(own[region.name]))
         return tensors
-
-    @staticmethod
-    def _change(tensors: Sequence[Tensor], header: Header, payload: Tensor) -> list[int]:
-        positions, values = changes_of(header, payload.to(tensors[0].device), sum(tensor.nbytes for tensor in tensors))
-        return write_changes(tensors, positions, values)
-
-
-def _digest(tensors: Sequence[Tensor]) -> int:
-    return digest_of_span(tensors, Span(0, sum(tensor.nbytes for tensor in tensors)))

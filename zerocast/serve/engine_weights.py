@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerocast.serve.bucket import Layout
+from zerocast.serve.receiving import Layout
 from zerocast.serve.refit_message import RefitError
 
 

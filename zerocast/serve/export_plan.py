@@ -5,6 +5,7 @@ first rank knows the index without a message from the others.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,9 @@ class ExportPlan:
 
     Attributes:
         files: the files in the order of their numbers.
-        writers: the rank that writes each file.
     """
 
     files: Sequence[FileLayout]
-    writers: Sequence[int]
 
     @staticmethod
     def build(units: Sequence[Sequence[StoredTensor]], ranks: int, shard_bytes: int, naming: str) -> "ExportPlan":
@@ -41,7 +40,10 @@ class ExportPlan:
         `shard_bytes` bytes of tensors, unless a unit has more. Raises ValueError for a name that
         two tensors have.
         """
-        _check_names(units)
+        names = Counter(tensor.name for unit in units for tensor in unit)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"two tensors are called {twice[0]}")
         nbytes = [0] * ranks
         units_of: list[list[Sequence[StoredTensor]]] = [[] for _ in range(ranks)]
         for unit in units:
@@ -55,14 +57,14 @@ class ExportPlan:
         contents = contents or [(0, [])]
         metadata = {"format": "pt", "naming": naming}
         files = [
-            FileLayout(f"model-{number:05d}-of-{len(contents):05d}.safetensors", tensors, metadata)
-            for number, (_, tensors) in enumerate(contents, 1)
+            FileLayout(f"model-{number:05d}-of-{len(contents):05d}.safetensors", rank, tensors, metadata)
+            for number, (rank, tensors) in enumerate(contents, 1)
         ]
-        return ExportPlan(files, [rank for rank, _ in contents])
+        return ExportPlan(files)
 
     def files_of(self, rank: int) -> list[FileLayout]:
         """Return the files that a rank writes."""
-        return [file for file, writer in zip(self.files, self.writers, strict=True) if writer == rank]
+        return [file for file in self.files if file.writer == rank]
 
     @property
     def index(self) -> bytes:
@@ -97,15 +99,6 @@ def planned_units(
             yield from ([tensor] for tensor in of_plain(value, pieces[name], plain_dtype(name, dtype)))
         else:
             yield from by_piece(QuantizedWeight.empty(shape, fmt, device="meta"), naming, name, pieces[name])
-
-
-def _check_names(units: Sequence[Sequence[StoredTensor]]) -> None:
-    seen: set[str] = set()
-    for unit in units:
-        for tensor in unit:
-            if tensor.name in seen:
-                raise ValueError(f"two tensors are called {tensor.name}")
-            seen.add(tensor.name)
 
 
 def _filled(units: Sequence[Sequence[StoredTensor]], shard_bytes: int) -> list[list[StoredTensor]]:

@@ -44,9 +44,9 @@ def equal_parts(nbytes: int, ranks: int) -> list[Span]:
     return [Span(min(rank * step, nbytes), min((rank + 1) * step, nbytes)) for rank in range(ranks)]
 
 
-def digest(buffer: Tensor) -> int:
-    """Return the digest of all bytes of a contiguous tensor."""
-    return digest_of_span([buffer], Span(0, buffer.nbytes))
+def digest(*tensors: Tensor) -> int:
+    """Return the digest of all bytes of concatenated tensors, which are contiguous."""
+    return digest_of_span(tensors, Span(0, sum(tensor.nbytes for tensor in tensors)))
 
 
 def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:

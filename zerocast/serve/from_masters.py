@@ -88,7 +88,7 @@ def cast_tensors(
         weights = [_empty(contents, member, chosen) for member in members]
         for weight in weights:
             weight.state.shared_amax = group
-        if any(weight.scale is not None and not _has_scale(contents, name) for weight in weights):
+        if any(weight.scale is not None for weight in weights) and _stored_scale(contents, name) is None:
             # A first cast with delayed scaling computes the scale for the second one.
             cast_together(weights, masters)
         cast_together(weights, masters)
@@ -112,8 +112,9 @@ def _master(contents: Contents, name: str) -> Tensor:
     return read_span(contents.source, contents.masters[name], Span(0, entry.numel)).view(entry.shape)
 
 
-def _has_scale(contents: Contents, name: str) -> bool:
-    return name in contents.stored and contents.cast_scale(name) is not None
+def _stored_scale(contents: Contents, name: str) -> Tensor | None:
+    """Return the scale of a weight's last cast in the run that saved it, if any."""
+    return contents.cast_scale(name) if name in contents.stored else None
 
 
 def _empty(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
@@ -122,8 +123,7 @@ def _empty(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
     """
     fmt, dtype = chosen.formats[name]
     weight = QuantizedWeight.empty(contents.entries[name].shape, fmt, dtype)
-    scale = contents.cast_scale(name) if weight.scale is not None and name in contents.stored else None
-    if scale is not None:
-        assert weight.scale is not None
+    scale = _stored_scale(contents, name)
+    if weight.scale is not None and scale is not None:
         weight.scale.copy_(scale)
     return weight

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Location
 from zerocast.formats import get_format
 from zerocast.formats.readers import HEAD, NAMELESS_HEADS, check_layers
@@ -73,7 +74,9 @@ def write_hf(
         plain = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
         modules, ignore = described_modules(stored, quantized, naming)
         files = {"config.json": _config(stored, plain, quantization_config(naming, modules, ignore))}
-        files |= _generation_config(model)
+        to_json: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
+        if to_json is not None:
+            files["generation_config.json"] = to_json().encode()
         if files_from is not None:
             files |= _given_files(files_from)
         return Contents(pieces, partial(_plain_dtype, stored, plain), files)
@@ -85,17 +88,17 @@ def _plain_dtype(stored: StoredModel, chosen: torch.dtype | None, name: str, own
     """Return the stored dtype of a tensor that is not quantized: the chosen one, unless readers
     keep its own.
     """
-    keeps_own = name in stored.buffers or stored.keeps_float32(name) or not own.is_floating_point
+    keeps_own = stored.keeps_dtype(name) or not own.is_floating_point
     return own if chosen is None or keeps_own else chosen
 
 
-def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
+def pieces_of(stored: StoredModel | None, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
     """Return the pieces that store a tensor of the source.
 
     They are those in `names`, else those of the model's parameter of that name and shape, else the
     whole tensor.
     """
-    if name not in names and name in stored.pieces and stored.shapes[name] == tuple(shape):
+    if stored is not None and name not in names and stored.shapes.get(name) == tuple(shape):
         if name in stored.fused:
             raise ValueError(
                 f"{name} is stored together with other parameters, or transposed, by a mapping of transformers that is not "
@@ -191,15 +194,10 @@ def _config(stored: StoredModel, dtype: torch.dtype | None, quantization: Mappin
         described.pop(key, None)
     described["architectures"] = [stored.architecture]
     if dtype is not None:
-        described["dtype"] = str(dtype).removeprefix("torch.")
+        described["dtype"] = dtype_name(dtype)
     if quantization is not None:
         described["quantization_config"] = dict(quantization)
     return (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _generation_config(model: Any) -> dict[str, bytes]:
-    to_json: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
-    return {} if to_json is None else {"generation_config.json": to_json().encode()}
 
 
 def _given_files(folder: Path) -> dict[str, bytes]:
@@ -232,24 +230,18 @@ def quantization_config(naming: str, modules: Modules, ignore: Sequence[str]) ->
     return _CONFIGS[naming](modules, list(ignore)) if modules and naming in _CONFIGS else None
 
 
-def _targets(modules: Modules) -> dict[str, list[str]]:
-    """Return the modules of each format: all Linear that are not ignored, or some by name."""
-    if len(modules) == 1:
-        return {fmt: ["Linear"] for fmt in modules}
-    return {fmt: sorted(names) for fmt, names in modules.items()}
-
-
 def _compressed_tensors(modules: Modules, ignore: list[str]) -> dict[str, Any]:
     formats = {fmt: NAMINGS["compressed-tensors"][fmt].algorithm for fmt in modules}
     groups = {
         f"group_{number}": {
-            "targets": targets,
+            # A single format is that of all Linear that are not ignored.
+            "targets": ["Linear"] if len(modules) == 1 else sorted(names),
             "weights": {"type": "float", "symmetric": True, "dynamic": False, **_WEIGHTS[fmt]},
             "input_activations": None,
             "output_activations": None,
             "format": formats[fmt],
         }
-        for number, (fmt, targets) in enumerate(_targets(modules).items())
+        for number, (fmt, names) in enumerate(modules.items())
     }
     return {
         "quant_method": "compressed-tensors",

@@ -16,7 +16,7 @@ from zerocast.distributed.agreement import first_of
 from zerocast.serve.fused_amaxes import check_shared_amaxes
 from zerocast.serve.hugging_face import pieces_of, quantized_pieces
 from zerocast.serve.namings import check_naming
-from zerocast.serve.piece import Names, Piece, named_pieces
+from zerocast.serve.piece import Names, Piece
 from zerocast.serve.stored_model import StoredModel, check_stored, is_stored_by_transformers
 from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight
 from zerocast.serve.weight_source import Casts, live_source_of
@@ -135,8 +135,12 @@ class LiveWeights:
         self.naming = naming
         self.source = live_source_of(what)
         self._dtype = dtype
-        is_described = config is not None or is_stored_by_transformers(what)
-        self._stored = _stored_model(what, config) if is_described else None
+        # How transformers stores the model; None if nothing describes it.
+        self._stored: StoredModel | None = None
+        if config is not None:
+            self._stored = StoredModel.from_config(config)
+        elif is_stored_by_transformers(what):
+            self._stored = StoredModel.from_model(what)
         self._pieces = self._named_pieces(names or {})
         # A model has all weights that a reader expects. An optimizer has those that it trains.
         self._is_whole = isinstance(what, torch.nn.Module)
@@ -169,21 +173,17 @@ class LiveWeights:
             for name, tensor in batch:
                 for stored in self._stored_tensors(name, tensor, moment):
                     if pairs and nbytes + stored.nbytes > self._bucket_bytes:
-                        bucket, pairs, nbytes = Bucket(pairs), [], 0
-                        yield bucket
-                        bucket.give_up()
+                        yield from _lent(pairs)
+                        nbytes = 0
                         _check_casts(casts, look)
                         moment = object()
                     pairs.append((stored.name, stored.make()))
                     nbytes += stored.nbytes
             if pairs and self.source.is_transient:
-                bucket, pairs, nbytes = Bucket(pairs), [], 0
-                yield bucket
-                bucket.give_up()
+                yield from _lent(pairs)
+                nbytes = 0
         if pairs:
-            bucket, pairs = Bucket(pairs), []
-            yield bucket
-            bucket.give_up()
+            yield from _lent(pairs)
         if look is not None:
             _check_casts(casts, look)
 
@@ -198,9 +198,8 @@ class LiveWeights:
         return of_plain(tensor, self._pieces[name], self._plain_dtype(name, tensor))
 
     def _plain_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        if self._stored is not None and (name in self._stored.buffers or self._stored.keeps_float32(name)):
+        keeps_own = self._stored is not None and self._stored.keeps_dtype(name)
+        if keeps_own or not tensor.is_floating_point():
             return tensor.dtype
         return self._dtype or self.source.dtype_of(name, tensor)
 
@@ -209,8 +208,6 @@ class LiveWeights:
         unknown = sorted(set(names) - set(shapes))
         if unknown:
             raise ValueError(f"names has {first_of(unknown)}, and the parameters are {first_of(list(shapes))}")
-        if self._stored is None:
-            return {name: named_pieces(name, shape, names) for name, shape in shapes.items()}
         return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}
 
     def _check(self) -> None:
@@ -230,13 +227,19 @@ class LiveWeights:
             check_shared_amaxes(self.naming, self._pieces, self.source.formats, self.source.shared_amaxes)
 
 
+def _lent(pairs: list[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """Take the pairs out of the list, and yield them as a bucket that is valid until the next one
+    is asked for.
+    """
+    bucket = Bucket(pairs)
+    pairs.clear()
+    yield bucket
+    bucket.give_up()
+
+
 def _check_casts(before: Casts, look: Callable[[], Casts]) -> None:
     if look() != before:
         raise RuntimeError(
             "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
             "between two steps, and begin again"
         )
-
-
-def _stored_model(what: Any, config: Any) -> StoredModel:
-    return StoredModel.from_model(what) if config is None else StoredModel.from_config(config)

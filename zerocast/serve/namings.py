@@ -26,13 +26,14 @@ same bytes as int32 `[M, K/8]`, those of FP8 `[M, K]` E4M3. Scales have no paddi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.element import E2M1, E4M3, INT4
-from zerocast.formats.layout import amax_grid
+from zerocast.formats.layout import buffer_rows
 from zerocast.weight import QuantizedWeight
 
 # The largest code of nvfp4 times its largest scale.
@@ -97,21 +98,38 @@ def check_naming(naming: str) -> None:
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
 
 
+def unpadded(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
+    """Return the codes or scales of a weight without padding, a view `[*leading, rows, columns]`. A
+    block has as many rows and columns of them in a slice as in the whole.
+    """
+    entries = unpadded_matrices(weight, name, buffer)
+    leading = tuple(weight.shape[:-2])
+    if not leading:
+        return entries[0]
+    return torch.unflatten(entries, 0, leading) if len(entries) > 1 else torch.unflatten(entries[0], 0, (*leading, -1))
+
+
+def unpadded_matrices(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
+    """Return the codes or scales of a weight without padding, a view `[matrices, rows, columns]` of
+    the matrices that it is stored in.
+    """
+    count, (rows, columns) = weight.stored_matrices
+    block = weight.format.block
+    has_scales = name != "rowwise_data" and block is not None
+    used_columns = -(-columns // block[1]) if has_scales else buffer.shape[1]
+    used_rows = buffer_rows(weight.format, name, rows)
+    return buffer.view(count, -1, buffer.shape[1])[:, :used_rows, :used_columns]
+
+
 def _fp8_codes(weight: QuantizedWeight) -> Tensor:
     return weight.rowwise_data.view(torch.float8_e4m3fn)
 
 
-def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
+def _scales(weight: QuantizedWeight) -> Tensor:
     """Return the stored scales without padding, `[block rows, blocks in a row]`."""
     scales = weight.rowwise_scale_inv
     assert scales is not None
-    count, matrix = weight.stored_matrices
-    block_rows, block_columns = amax_grid(block, *matrix)
-    if count == 1:
-        return scales[:block_rows, :block_columns]
-    return scales.view(count, -1, scales.shape[1])[:, :block_rows, :block_columns].reshape(
-        count * block_rows, block_columns
-    )
+    return unpadded_matrices(weight, "rowwise_scale_inv", scales).flatten(0, 1)
 
 
 def _amax(weight: QuantizedWeight) -> Tensor:
@@ -122,7 +140,7 @@ def _amax(weight: QuantizedWeight) -> Tensor:
 
 
 def _nvfp4_scales(weight: QuantizedWeight) -> Part:
-    return Part(_scales(weight, (1, 16)).view(torch.float8_e4m3fn))
+    return Part(_scales(weight).view(torch.float8_e4m3fn))
 
 
 def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
@@ -130,20 +148,13 @@ def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
     return parts | {"_global_scale": Part(TOP / _amax(weight), None)}
 
 
-def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
-    return {"_packed": Part(weight.rowwise_data), "_scale": Part(_scales(weight, (1, 32)))}
-
-
-def _compressed_int4(weight: QuantizedWeight) -> Parts:
-    return {"_packed": Part(weight.rowwise_data.view(torch.int32)), "_scale": Part(_scales(weight, (1, 32)))}
-
-
-def _mxfp8(weight: QuantizedWeight) -> Parts:
-    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (1, 32)))}
-
-
-def _compressed_block(weight: QuantizedWeight) -> Parts:
-    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (128, 128)), 128)}
+def _codes_and_scales(
+    weight: QuantizedWeight, codes: str, dtype: torch.dtype, scales: str = "_scale", height: int = 1
+) -> Parts:
+    """Return the codes in this dtype and the scales of blocks of this height, under the suffixes
+    `codes` and `scales`.
+    """
+    return {codes: Part(weight.rowwise_data.view(dtype)), scales: Part(_scales(weight), height)}
 
 
 def _compressed_tensor(weight: QuantizedWeight) -> Parts:
@@ -157,7 +168,7 @@ def _modelopt_nvfp4(weight: QuantizedWeight) -> Parts:
 
 
 def _modelopt_block(weight: QuantizedWeight) -> Parts:
-    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (128, 128))[:, None, :, None], 128)}
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight)[:, None, :, None], 128)}
 
 
 def _modelopt_tensor(weight: QuantizedWeight) -> Parts:
@@ -165,27 +176,27 @@ def _modelopt_tensor(weight: QuantizedWeight) -> Parts:
     return {"": Part(_fp8_codes(weight)), "_scale": Part(weight.rowwise_scale_inv.expand(weight.matrix_shape[0]))}
 
 
-def _deepseek_block(weight: QuantizedWeight) -> Parts:
-    return {"": Part(_fp8_codes(weight)), "_scale_inv": Part(_scales(weight, (128, 128)), 128)}
-
+_packed_u8 = partial(_codes_and_scales, codes="_packed", dtype=torch.uint8)
+_packed_int32 = partial(_codes_and_scales, codes="_packed", dtype=torch.int32)
+_fp8 = partial(_codes_and_scales, codes="", dtype=torch.float8_e4m3fn)
 
 NAMINGS: Mapping[str, Mapping[str, Layout]] = {
     "bf16": {},
     "compressed-tensors": {
         "nvfp4": Layout("nvfp4-pack-quantized", _compressed_nvfp4, shares_amax=True, reads_experts=False),
-        "mxfp4": Layout("mxfp4-pack-quantized", _compressed_mxfp4, reads_experts=False),
-        "int4": Layout("pack-quantized", _compressed_int4, has_shape=True),
-        "mxfp8": Layout("mxfp8-quantized", _mxfp8, reads_experts=False),
-        "fp8_block": Layout("float-quantized", _compressed_block, reads_experts=False),
+        "mxfp4": Layout("mxfp4-pack-quantized", _packed_u8, reads_experts=False),
+        "int4": Layout("pack-quantized", _packed_int32, has_shape=True),
+        "mxfp8": Layout("mxfp8-quantized", _fp8, reads_experts=False),
+        "fp8_block": Layout("float-quantized", partial(_fp8, height=128), reads_experts=False),
         "fp8_current": Layout("float-quantized", _compressed_tensor),
         "fp8_delayed": Layout("float-quantized", _compressed_tensor),
     },
     "modelopt": {
         "nvfp4": Layout("W4A16_NVFP4", _modelopt_nvfp4, shares_amax=True),
-        "mxfp8": Layout("MXFP8", _mxfp8),
+        "mxfp8": Layout("MXFP8", _fp8),
         "fp8_block": Layout("FP8_PB_WO", _modelopt_block, reads_experts=False),
         "fp8_current": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor, reads_experts=False),
         "fp8_delayed": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor, reads_experts=False),
     },
-    "deepseek": {"fp8_block": Layout("fp8", _deepseek_block)},
+    "deepseek": {"fp8_block": Layout("fp8", partial(_fp8, scales="_scale_inv", height=128))},
 }

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import first_of
 from zerocast.formats.memory import as_bytes, check_storage
-from zerocast.serve.bucket import (
-    ASK,
+from zerocast.serve.receiving import (
+    RefitOrder,
     changes_of,
     check_sizes,
     digests_after,
@@ -25,8 +25,7 @@ from zerocast.serve.bucket import (
     sizes_of,
     write_changes,
 )
-from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
-from zerocast.serve.refit_order import RefitOrder
+from zerocast.serve.refit_message import ASK, DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 
 
 class Receiver:
@@ -46,8 +45,6 @@ class Receiver:
         _check_given(self._tensors)
         self._device = torch.device(device)
         self._order = RefitOrder()
-        # The run and refit of all tensors; None while they are partly of two.
-        self._complete: tuple[str, int] | None = None
         # (kind, run, refit) of the refit under way, and the index of its next message.
         self._arriving: tuple[str, str, int] | None = None
         self._next = 0
@@ -62,7 +59,7 @@ class Receiver:
 
         It is 0 before the first one, and while the tensors are partly of two refits.
         """
-        return self._complete[1] if self._complete else 0
+        return self._order.refit
 
     @property
     def naming(self) -> str:
@@ -74,7 +71,7 @@ class Receiver:
         """The tensors, keyed by name. Raises RefitError before the first refit and while they are
         partial.
         """
-        if not self._complete:
+        if not self._order.complete:
             state = "a refit is in progress or failed" if self._order.has_begun else "there was no refit yet"
             raise RefitError(f"these weights are not to be read, {state}: {ASK}")
         return self._tensors
@@ -88,7 +85,7 @@ class Receiver:
         self._admit(header)
         if header["kind"] == FULL:
             # The caller will write into them.
-            self._complete = None
+            self._order.complete = None
             return [self._tensors[name] for name, _, _ in header["tensors"]]
         device = self._bucket()[0].device if header["kind"] == DELTA else self._device
         return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes_of(header)]
@@ -108,20 +105,26 @@ class Receiver:
         if header["kind"] == END:
             self._end(header)
             return []
-        changes = self._changes(header, tensors[0]) if header["kind"] == DELTA else None
+        bucket = self._bucket()
+        changes = changes_of(header, tensors[0], bucket) if header["kind"] == DELTA else None
         # An error after this line leaves tensors that are partly of two refits.
         arriving = self._arriving
         self._arriving = None
-        self._complete = None
-        names = self._copy(tensors) if changes is None else self._write(*changes)
-        if not have_digests(self._bucket(), digests_after(header)):
+        self._order.complete = None
+        names = self._buckets[self._next]
+        changed_names = names
+        if changes is None:
+            _copy(bucket, tensors)
+        else:
+            changed_names = [names[index] for index in write_changes(bucket, *changes)]
+        if not have_digests(bucket, digests_after(header)):
             raise RefitError(
-                f"the bytes of {self._buckets[self._next][0]} or of its message differ from the sender's: something else "
+                f"the bytes of {names[0]} or of its message differ from the sender's: something else "
                 f"wrote to these tensors, or a message was damaged; {ASK}"
             )
         self._arriving = arriving
         self._next += 1
-        return names
+        return changed_names
 
     def _admit(self, header: Header) -> None:
         """Prepare for a message. Raises RefitError, with nothing changed, unless it is the next
@@ -158,7 +161,7 @@ class Receiver:
                 check_storage(name, tensor)
         except ValueError as error:
             raise RefitError(str(error)) from None
-        self._order.check(header, self._complete)
+        self._order.check(header)
 
     def _check_full(self, header: Header, earlier_buckets: Sequence[Sequence[str]]) -> None:
         """Raise RefitError for tensors that an earlier bucket of the refit had, or that do not fit
@@ -182,7 +185,7 @@ class Receiver:
         self._arriving = (header["kind"], header["run"], header["refit"])
         self._next = 0
         if header["kind"] == FULL:
-            self._complete = None
+            self._order.complete = None
             self._naming = header["naming"]
             self._buckets = []
             self._layouts = []
@@ -199,23 +202,6 @@ class Receiver:
         tensor = self._tensors.get(name)
         return tensor is not None and (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
 
-    def _copy(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Copy the tensors of a bucket, unless they were received in place. Returns their names."""
-        names = self._buckets[self._next]
-        for name, tensor in zip(names, tensors, strict=True):
-            own = self._tensors[name]
-            if own.data_ptr() != tensor.data_ptr():
-                as_bytes(own).copy_(as_bytes(tensor.contiguous()))
-        return names
-
-    def _changes(self, header: Header, payload: Tensor) -> tuple[Tensor, Tensor]:
-        bucket = self._bucket()
-        return changes_of(header, payload.to(bucket[0].device), sum(tensor.nbytes for tensor in bucket))
-
-    def _write(self, positions: Tensor, values: Tensor) -> list[str]:
-        names = self._buckets[self._next]
-        return [names[index] for index in write_changes(self._bucket(), positions, values)]
-
     def _end(self, header: Header) -> None:
         if self._next != len(self._buckets):
             raise RefitError(f"a refit ended after {self._next} of {len(self._buckets)} buckets: {ASK}")
@@ -227,12 +213,18 @@ class Receiver:
             raise RefitError(f"the sender has no {first_of(missing)}: its weights are not this receiver's")
         for name in missing:
             del self._tensors[name]
-        self._complete = header["run"], header["refit"]
-        self._order.complete(header["run"])
+        self._order.end(header)
 
     def _bucket(self) -> list[Tensor]:
         """Return the tensors of the next message's bucket."""
         return [self._tensors[name] for name in self._buckets[self._next]]
+
+
+def _copy(bucket: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy the tensors of a message to those of its bucket, unless they were received in place."""
+    for own, tensor in zip(bucket, tensors, strict=True):
+        if own.data_ptr() != tensor.data_ptr():
+            as_bytes(own).copy_(as_bytes(tensor.contiguous()))
 
 
 def _check_given(tensors: Mapping[str, Tensor]) -> None:

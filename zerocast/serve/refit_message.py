@@ -29,6 +29,8 @@ PROTOCOL = 1
 FULL = "full"
 DELTA = "delta"
 END = "end"
+# What a receiver that cannot go on says.
+ASK = "ask the sender for named_tensors()"
 Header = Mapping[str, Any]
 
 _OWN_DIGEST = "header_digest"
@@ -60,7 +62,7 @@ def check_header(header: Header) -> None:
     if header.get(_OWN_DIGEST) != _digest_of(fields):
         raise RefitError(
             f"the header of message {header.get('index')} of refit {header.get('refit')} is not as it was sent, so the message "
-            "was damaged: ask the sender for named_tensors()"
+            f"was damaged: {ASK}"
         )
 
 
@@ -107,7 +109,8 @@ class ChangedBytes:
 
         The host waits for the device.
         """
-        changed, positions = _compared(old, new)
+        changed = old != new
+        positions = changed.nonzero().view(-1)
         numel, count = new.numel(), positions.numel()
         # The size of the payload in each encoding.
         sizes = {BITMAP: -(-numel // 8) + count, WHOLE: numel if count else 0}
@@ -136,20 +139,12 @@ class ChangedBytes:
         else:
             positions = _from_blocks(encoded, self.numel, self.count, *_BLOCKS[self.encoding])
         if positions is None or positions.numel() != self.count or not _ascend_below(positions, self.numel):
-            raise RefitError(
-                f"changes of {self.count} bytes of {self.numel} came with other positions: ask the sender for named_tensors()"
-            )
+            raise RefitError(f"changes of {self.count} bytes of {self.numel} came with other positions: {ASK}")
         return positions
 
     def values(self) -> Tensor:
         """Return the bytes at these positions, u8."""
         return self.payload[self.payload.numel() - self.count :]
-
-
-def _compared(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Which bytes differ, bool, and their positions, int64."""
-    changed = old != new
-    return changed, changed.nonzero().view(-1)
 
 
 def _by_blocks(positions: Tensor, numel: int, block: int, dtype: torch.dtype) -> Tensor:

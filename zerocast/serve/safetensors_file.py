@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.checkpoint.store import Location, StorePath
-from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.checkpoint.whole_folder import sync
 from zerocast.formats.layout import round_up
 from zerocast.serve.stored_tensor import StoredTensor
 
@@ -33,11 +33,13 @@ class FileLayout:
 
     Attributes:
         name: the name of the file.
+        writer: the rank that writes it.
         tensors: its tensors. Their values are not used.
         metadata: text by name for the header.
     """
 
     name: str
+    writer: int
     tensors: Sequence[StoredTensor]
     metadata: Mapping[str, str]
 
@@ -103,7 +105,7 @@ class SafetensorsFile:
             assert isinstance(self._stream, io.BytesIO)
             self._path.write_bytes(self._stream.getvalue())
         self._stream.close()
-        sync_file(self._path)
+        sync(self._path)
 
     def abandon(self) -> None:
         """Close the file as it is."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.distributed.agreement import each_together, together, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
@@ -60,6 +61,10 @@ class Sender:
         group: the ranks that share the work of finding changes; by default those that share the
             masters. Each of them gets all messages.
 
+    Attributes:
+        group: the ranks that read each refit together.
+        run: a name for this sender, other than that of any before.
+
     A rank keeps its share of the bytes that were sent last: 1 byte per element for FP8 and half of
     one for 4-bit codes, divided by the ranks. Raises what `named_tensors` raises, and ValueError
     where ranks pass different arguments.
@@ -78,10 +83,10 @@ class Sender:
         allow_unequal_scales: bool = False,
     ) -> None:
         self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
-        self._group = self._live.source.masters_group if group is None else Group.of(group)
+        self.group = self._live.source.masters_group if group is None else Group.of(group)
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
-        validate_across_ranks(self._group, self._live.stored_names, None, MAKES, settings)
-        self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
+        validate_across_ranks(self.group, self._live.stored_names, None, MAKES, settings)
+        self.run: str = self.group.broadcast_object(secrets.token_hex(8), "the name of a run")
         # The number of the last refit that has begun.
         self._refit = 0
         # True if that refit was read to its end.
@@ -90,16 +95,6 @@ class Sender:
         # the layout of its tensors.
         self._kept: list[Tensor] = []
         self._layouts: list[str] = []
-
-    @property
-    def group(self) -> Group:
-        """The ranks that read each refit together."""
-        return self._group
-
-    @property
-    def run(self) -> str:
-        """A name for this sender, other than that of any before."""
-        return self._run
 
     @property
     def refit(self) -> int:
@@ -120,7 +115,7 @@ class Sender:
         number = self._begin()
         self._kept = []
         self._layouts = []
-        for bucket, part, own_digest in each_together(self._group, self._parts(), SENDS_ALL):
+        for bucket, part, own_digest in each_together(self.group, self._parts(), SENDS_ALL):
             layout = _layout(bucket)
             self._kept.append(part)
             self._layouts.append(layout_digest(layout))
@@ -143,7 +138,7 @@ class Sender:
         self._check_since(since)
         number = self._begin()
         index = 0
-        for layout, part, own_changes in each_together(self._group, self._changed_parts(), SENDS_CHANGES):
+        for layout, part, own_changes in each_together(self.group, self._changed_parts(), SENDS_CHANGES):
             if own_changes is None:
                 raise RefitError(
                     f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
@@ -184,7 +179,7 @@ class Sender:
             )
 
     def _message(self, kind: str, index: int, bucket: Bucket, **fields: Any) -> Message:
-        position = {"kind": kind, "run": self._run, "refit": self._refit, "index": index, "naming": self._live.naming}
+        position = {"kind": kind, "run": self.run, "refit": self._refit, "index": index, "naming": self._live.naming}
         return Message(with_digest({**position, **fields}), bucket)
 
     def _end(self) -> Message:
@@ -210,16 +205,16 @@ class Sender:
         """Return a copy of this rank's part of a bucket's bytes, for which it reports the
         changes.
         """
-        own = equal_parts(bucket.nbytes, self._group.size)[self._group.rank]
+        own = equal_parts(bucket.nbytes, self.group.size)[self.group.rank]
         return flat_bytes([tensor for _, tensor in bucket], own)
 
     def _gathered_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in their order."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return [list(numbers)]
         own = torch.tensor([numbers], dtype=torch.int64).to(device)
-        gathered = own.new_empty(self._group.size, len(numbers))
-        self._group.all_gather_into(gathered, own, what="the sizes of changes")
+        gathered = own.new_empty(self.group.size, len(numbers))
+        self.group.all_gather_into(gathered, own, what="the sizes of changes")
         rows: list[list[int]] = gathered.tolist()
         return rows
 
@@ -231,7 +226,7 @@ class Sender:
         """
         numbers = [own.numel, own.encoding, own.count, own.digest, own.payload.numel()]
         segments = self._gathered_numbers(numbers, own.payload.device)
-        if self._group.size == 1:
+        if self.group.size == 1:
             return segments, own.payload
         sizes = [row[-1] for row in segments]
         # An all-gather needs equal sizes, so every payload is padded to the largest one.
@@ -240,17 +235,17 @@ class Sender:
         def allocated() -> tuple[Tensor, Tensor]:
             padded = own.payload.new_zeros(1, largest)
             padded[0, : own.payload.numel()] = own.payload
-            return padded, padded.new_empty(self._group.size, largest)
+            return padded, padded.new_empty(self.group.size, largest)
 
-        padded, gathered = together(self._group, allocated, SENDS_CHANGES)
+        padded, gathered = together(self.group, allocated, SENDS_CHANGES)
         if largest:
-            self._group.all_gather_into(gathered, padded, what="changed bytes")
+            self.group.all_gather_into(gathered, padded, what="changed bytes")
 
         def concatenated() -> Tensor:
             return torch.cat([row[:size] for row, size in zip(gathered, sizes, strict=True)])
 
-        return segments, together(self._group, concatenated, SENDS_CHANGES)
+        return segments, together(self.group, concatenated, SENDS_CHANGES)
 
 
 def _layout(bucket: Bucket) -> list[list[Any]]:
-    return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
+    return [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in bucket]

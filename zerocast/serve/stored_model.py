@@ -118,9 +118,11 @@ class StoredModel:
     def _linears(self) -> set[str]:
         return {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Linear)}
 
-    def keeps_float32(self, name: str) -> bool:
-        """Return True for a parameter that readers keep in FP32 for any dtype of the model."""
-        if self._dtypes.get(name) is torch.float32:
+    def keeps_dtype(self, name: str) -> bool:
+        """Return True for a buffer, and for a parameter that readers keep in FP32 for any dtype of
+        the model.
+        """
+        if name in self.buffers or self._dtypes.get(name) is torch.float32:
             return True
         in_fp32 = getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ()
         return any(f".{module}." in f".{name}." for module in in_fp32)

@@ -7,9 +7,9 @@ on all; in a collective of torch's own, such as a gather of FSDP2, the others wa
 out. Shared tensors come once. Formats, shapes and dtypes are known before any tensor is read.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zerocast.checkpoint.untrained import persistent_buffers
+from zerocast.distributed.agreement import together
 from zerocast.distributed.group import ONE_PROCESS, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.serve.slices import joined
+from zerocast.serve.namings import unpadded
 from zerocast.verification.master_views import OwnsMasters, owners_of
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
@@ -35,34 +37,24 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     would hold gathered tensors.
     """
     yield from model.named_parameters()
-    not_saved = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in not_saved)
+    yield from persistent_buffers(model).items()
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP2 shards parameters of the model, gathered or not, or if some are
-    DTensors.
+@dataclass(frozen=True)
+class WholeWeights:
+    """Tensors that are whole in this process.
+
+    Attributes:
+        tensors: yields the tensors with their names, in their current storage.
+        owners: returns the owners of their masters.
+        group: the ranks that have the same tensors and read them together.
     """
-    return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
-
-class WholeWeights(ABC):
-    """Tensors that are whole in this process."""
-
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    owners: Callable[[], Sequence[OwnsMasters]]
     group: Group = ONE_PROCESS
+
     is_transient = False
-
-    @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the tensors by name, in their current storage."""
-
-    @abstractmethod
-    def owners(self) -> Sequence[OwnsMasters]:
-        """Return the owners of their masters."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -130,42 +122,12 @@ class WholeWeights(ABC):
         yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))
 
 
-class WholeModel(WholeWeights):
-    """A model of whole weights, the same on all ranks of `group`."""
-
-    def __init__(self, model: nn.Module, group: Group = ONE_PROCESS) -> None:
-        self.model = model
-        self.group = group
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, shared ones once, and persistent buffers."""
-        yield from tensors_of(self.model)
-
-    def owners(self) -> Sequence[OwnsMasters]:
-        """Return the owners of the masters that the weights refer to."""
-        return owners_of(self.model)[0]
-
-
-class OwnedWeights(WholeWeights):
-    """The weights that a ZeroAdamW, a CastPlan or an attachment to a host has masters of."""
-
-    def __init__(self, owner: OwnsMasters) -> None:
-        self._owner = owner
-        unnamed = sum(view.name is None for views in owner.master_views() for view in views.masters)
-        if unnamed:
-            raise ValueError(
-                f"{unnamed} weights of this {type(owner).__name__} have no names: build it with names, or pass the model"
-            )
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, a plain parameter as a tensor."""
-        for views in self._owner.master_views():
-            for name, weight in ((str(view.name), view.weight) for view in views.masters):
-                yield name, weight if weight.format.element else weight.rowwise_data.view(weight.shape)
-
-    def owners(self) -> Sequence[OwnsMasters]:
-        """Return the only owner of the masters."""
-        return [self._owner]
+def _owned_tensors(owner: OwnsMasters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that an owner has masters of, a plain parameter as a tensor."""
+    for views in owner.master_views():
+        for view in views.masters:
+            weight = view.weight
+            yield str(view.name), weight if weight.format.element else weight.rowwise_data.view(weight.shape)
 
 
 class ShardedModel:
@@ -182,7 +144,8 @@ class ShardedModel:
         sharded = list(torch_fsdp.sharded_parameters(model))
         self._parameters = {name: parameter for name, parameter, _ in sharded}
         self._dtypes = {name: dtype for name, _, dtype in sharded}
-        self._buffers = {name: t for name, t in tensors_of(model) if name not in self._parameters}
+        buffers = {name: tensor for name, tensor in tensors_of(model) if name not in self._parameters}
+        self._tensors = {**self._parameters, **buffers}
         owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
         self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
         # Before the first forward pass weights do not know yet how FSDP2 shards them.
@@ -192,13 +155,12 @@ class ShardedModel:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The logical shape of each weight by name, in the order of the batches."""
-        tensors = {**self._parameters, **self._buffers}
         groups = [group for owner in self._owners for group in owner.plan.param_groups.prepared]
         # Those that tensor parallelism slices come after the others of their group.
         gathered = [
             weight.name for group in groups for weight in sorted(group.weights, key=lambda weight: weight.sliced)
         ]
-        return {name: tuple(tensors[name].shape) for name in dict.fromkeys([*gathered, *tensors])}
+        return {name: tuple(self._tensors[name].shape) for name in dict.fromkeys([*gathered, *self._tensors])}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
@@ -208,7 +170,7 @@ class ShardedModel:
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor once it is gathered, by name."""
-        own = {name: tensor.dtype for name, tensor in {**self._parameters, **self._buffers}.items()}
+        own = {name: tensor.dtype for name, tensor in self._tensors.items()}
         return own | {name: weight.nominal for name, weight in self._prepared()}
 
     @property
@@ -245,8 +207,8 @@ class ShardedModel:
                 for view in views.masters:
                     if view.slices is not None:
                         name = str(view.name)
-                        yield [(name, joined(view.weight, prepared[name].sliced_parameter, self.group))]
-        for name, tensor in {**self._parameters, **self._buffers}.items():
+                        yield [(name, _joined(view.weight, prepared[name].sliced_parameter, self.group))]
+        for name, tensor in self._tensors.items():
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
 
@@ -262,6 +224,47 @@ class ShardedModel:
             weight = getattr(_local(tensor), "weight", None)
             if weight is not None:
                 yield name, weight
+
+
+def _joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedWeight:
+    """Return the unsharded weight, in separate memory, from the slices of all ranks. Collective.
+
+    `sliced` has the shape of the whole and says how it is sliced; `weight` is this rank's slice.
+    Raises RuntimeError, on all ranks of `group`, for a slice that was never cast, is partial, or
+    older than its masters.
+    """
+
+    def allocated() -> tuple[QuantizedWeight, list[tuple[Tensor, Tensor]]]:
+        """Allocate the unsharded weight. Return it with pairs (own slice, unsharded entries) of its
+        buffers.
+        """
+        weight.check(Use.SEND)
+        whole = QuantizedWeight.empty(sliced.shape, weight.format, weight.dtype, weight.device)
+        pairs = []
+        for name in ("rowwise_data", "rowwise_scale_inv", "amax"):
+            own, target = weight.state.buffers[name], whole.state.buffers[name]
+            if own is None or target is None:
+                continue
+            if target.dim() == 1:
+                # Slices share the amax and the scale of a tensor.
+                target.copy_(own)
+            else:
+                pairs.append((unpadded(weight, name, own).contiguous(), unpadded(whole, name, target)))
+        return whole, pairs
+
+    whole, pairs = together(group, allocated, "joins slices of a weight")
+    for own, entries in pairs:
+        slices = DTensor.from_local(
+            own,
+            sliced.device_mesh,
+            sliced.placements,
+            run_check=False,
+            shape=entries.shape,
+            stride=torch.empty(entries.shape, device="meta").stride(),
+        )
+        entries.copy_(slices.full_tensor())
+    whole.state.was_cast = True
+    return whole
 
 
 def _local(tensor: Tensor) -> Any:
@@ -306,9 +309,11 @@ def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
     `group` are the ranks that read it together, by default all ranks for a model that is sharded,
     and this process only for one that is unsharded.
     """
-    if is_sharded(model):
+    has_groups = any(True for _ in torch_fsdp.groups(model))
+    if has_groups or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return ShardedModel(model, Group.of(group))
-    return WholeModel(model, ONE_PROCESS if group is None else Group.of(group))
+    whole_group = ONE_PROCESS if group is None else Group.of(group)
+    return WholeWeights(partial(tensors_of, model), lambda: owners_of(model)[0], whole_group)
 
 
 def live_source_of(what: Any) -> LiveSource:
@@ -318,7 +323,12 @@ def live_source_of(what: Any) -> LiveSource:
     if isinstance(what, nn.Module):
         return source_of(what)
     if hasattr(what, "master_views"):
-        return OwnedWeights(what)
+        unnamed = sum(view.name is None for views in what.master_views() for view in views.masters)
+        if unnamed:
+            raise ValueError(
+                f"{unnamed} weights of this {type(what).__name__} have no names: build it with names, or pass the model"
+            )
+        return WholeWeights(partial(_owned_tensors, what), lambda: [what])
     raise TypeError(
         f"live weights are those of a model, a ZeroAdamW, a CastPlan or an attachment to a host, got {type(what).__name__}; "
         "under FSDP2 pass the model"

@@ -8,26 +8,23 @@ error on one rank is raised on every rank.
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
-from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
+from zerocast.checkpoint.whole_folder import Folder, check_written, sync
 from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span
 from zerocast.serve.export_plan import ExportPlan, PlainDtype, planned_units
-from zerocast.serve.flat_bytes import digest_of_span
+from zerocast.serve.flat_bytes import digest
 from zerocast.serve.fused_amaxes import FusedAmaxes
-from zerocast.serve.namings import check_naming, layout_of
+from zerocast.serve.namings import check_naming, layout_of, unpadded
 from zerocast.serve.piece import Piece, whole
 from zerocast.serve.safetensors_file import FileLayout, SafetensorsFile
-from zerocast.serve.slices import unpadded
 from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight, plain_value
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
@@ -37,10 +34,6 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 # The name of the call in the error that is raised if ranks make different calls.
 EXPORTS = "exports"
-
-
-def _own_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return dtype
 
 
 @dataclass(frozen=True)
@@ -54,8 +47,8 @@ class Contents:
     """
 
     pieces: Mapping[str, Sequence[Piece]]
-    plain_dtype: PlainDtype = _own_dtype
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    plain_dtype: PlainDtype
+    files: Mapping[str, bytes]
 
 
 class TensorWriter:
@@ -65,11 +58,9 @@ class TensorWriter:
         self._folder = folder
         self._naming = naming
         self._contents = contents
-        self._layout_of = {tensor.name: layout for layout in files for tensor in layout.tensors}
-        # Layouts without tensors are files too.
-        self._empty = [layout for layout in files if not layout.tensors]
-        # Tensors that are yet to be written, by name.
-        self._planned = {tensor.name: tensor for layout in files for tensor in layout.tensors}
+        self._files = files
+        # Tensors that are yet to be written, and their files, by name.
+        self._planned = {tensor.name: (tensor, layout) for layout in files for tensor in layout.tensors}
         # By name of the file.
         self._open: dict[str, SafetensorsFile] = {}
 
@@ -93,8 +84,9 @@ class TensorWriter:
             raise RuntimeError(
                 f"{next(iter(self._planned))} is missing, one of {len(self._planned)} tensors that no batch had"
             )
-        for layout in self._empty:
-            SafetensorsFile(self._folder, layout).close()
+        for layout in self._files:
+            if not layout.tensors:
+                SafetensorsFile(self._folder, layout).close()
 
     def abandon(self) -> None:
         """Close files that are incomplete."""
@@ -102,12 +94,11 @@ class TensorWriter:
             file.abandon()
 
     def _write(self, entry: StoredTensor) -> None:
-        planned = self._planned.pop(entry.name)
+        planned, layout = self._planned.pop(entry.name)
         if (entry.dtype, entry.shape) != (planned.dtype, planned.shape):
             raise RuntimeError(
                 f"{entry.name} is {entry.dtype} {list(entry.shape)}, and {planned.dtype} {list(planned.shape)} was planned"
             )
-        layout = self._layout_of[entry.name]
         if layout.name not in self._open:
             self._open[layout.name] = SafetensorsFile(self._folder, layout)
         file = self._open[layout.name]
@@ -155,17 +146,14 @@ def write(
     return [target.path / name for name in (*contents.files, *(file.name for file in plan.files), INDEX)]
 
 
-def write_safetensors(
-    source: WeightSource, folder: AnyPath, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
-) -> list[Location]:
+def write_safetensors(source: WeightSource, folder: AnyPath, naming: str, shard_bytes: int) -> list[Location]:
     """Write the tensors of a source, each whole and under its own name, without a config."""
-    return write(
-        source,
-        folder,
-        naming,
-        shard_bytes,
-        lambda: Contents({name: [whole(name, shape)] for name, shape in source.shapes.items()}),
-    )
+
+    def prepare() -> Contents:
+        pieces = {name: [whole(name, shape)] for name, shape in source.shapes.items()}
+        return Contents(pieces, plain_dtype=lambda _, own: own, files={})
+
+    return write(source, folder, naming, shard_bytes, prepare)
 
 
 def check_pieces(source: WeightSource, naming: str, pieces: Mapping[str, Sequence[Piece]]) -> None:
@@ -230,8 +218,7 @@ def _digest(tensor: Tensor) -> int:
             for name, buffer in buffers.items()
             if buffer is not None and not name.startswith("columnwise")
         ]
-    parts = [part.contiguous() for part in parts]
-    return digest_of_span(parts, Span(0, sum(part.nbytes for part in parts)))
+    return digest(*(part.contiguous() for part in parts))
 
 
 def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
@@ -253,5 +240,5 @@ def _finish(folder: Folder[Any], plan: ExportPlan, files: Mapping[str, bytes]) -
     check_written(folder.partial, {file.name: file.nbytes for file in plan.files})
     for name, content in {**files, INDEX: plan.index}.items():
         (folder.partial / name).write_bytes(content)
-        sync_file(folder.partial / name)
+        sync(folder.partial / name)
     folder.commit()

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
-from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name
+from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name, slices_of
 from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
@@ -167,8 +167,7 @@ class DcpSource(TensorSource):
         """Return a box of a tensor. The full tensor stays in memory until another tensor is
         read.
         """
-        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        return self._load_cached(name)[box]
+        return self._load_cached(name)[slices_of(offsets, sizes)]
 
     def reader(self) -> StorageReader:
         """Return the folder as storage that torch.distributed.checkpoint loads from."""

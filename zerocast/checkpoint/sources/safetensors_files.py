@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast.checkpoint.regular_file import check_regular, read_bounded
-from zerocast.checkpoint.sources.source import Entry, TensorSource
+from zerocast.checkpoint.sources.source import Entry, TensorSource, slices_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -55,7 +55,7 @@ class SafetensorsSource(TensorSource):
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor; nothing else is read from the file."""
         opened = self._files[name]
-        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        box = slices_of(offsets, sizes)
         tensor: Tensor = _with_read_errors(
             self.location, lambda: opened.get_slice(name)[box] if box else opened.get_tensor(name)
         )

@@ -71,6 +71,11 @@ class TensorSource(Protocol):
         return SourceReader(self)
 
 
+def slices_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+
+
 def read_span(source: TensorSource, name: str, span: Span) -> Tensor:
     """Return the elements `span` of a row-major tensor, one-dimensional, as f32."""
     shape = source.entries[name].shape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.checkpoint.regular_file import check_regular
-from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name
+from zerocast.checkpoint.sources.source import Entry, TensorSource, dtype_name, slices_of
 
 # The levels of nested dictionaries that are read.
 DEEPEST = 16
@@ -53,8 +53,7 @@ class StateDictSource(TensorSource):
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box of a tensor: a view, or a copy from its device."""
-        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        return self._tensors[name].detach()[box].cpu()
+        return self._tensors[name].detach()[slices_of(offsets, sizes)].cpu()
 
 
 def _tensors(state: Mapping[Any, Any], prefix: str, levels: int) -> Iterator[tuple[str, Tensor]]:

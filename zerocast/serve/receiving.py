@@ -1,4 +1,6 @@
-"""The tensors of one message of a refit: their layout, changes to their bytes, and digests."""
+"""What receivers do with a message of a refit: whether it is the next one, the layout of its
+tensors, changes to their bytes, and digests.
+"""
 
 import itertools
 import math
@@ -10,9 +12,8 @@ from torch import Tensor
 from zerocast.formats.layout import Span
 from zerocast.formats.memory import as_bytes
 from zerocast.serve.flat_bytes import digest_of_span, equal_parts
-from zerocast.serve.refit_message import DELTA, FULL, ChangedBytes, Header, RefitError
+from zerocast.serve.refit_message import ASK, DELTA, FULL, ChangedBytes, Header, RefitError
 
-ASK = "ask the sender for named_tensors()"
 # Name, dtype and shape of each tensor of a bucket.
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -40,15 +41,16 @@ def sizes_of(header: Header) -> list[int]:
     return [sum(nbytes for *_, nbytes in header["segments"])] if header["kind"] == DELTA else []
 
 
-def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
-    """Decode the changes to a bucket of `nbytes` bytes.
+def changes_of(header: Header, payload: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Decode the changes to the tensors of a bucket.
 
-    Returns (positions in the bucket, int64 and ascending, the new bytes at these positions). Raises
-    RefitError for changes of a bucket of a different size.
+    Returns (positions in the bucket, int64 and ascending, the new bytes at these positions), on the
+    device of the bucket. Raises RefitError for changes of a bucket of a different size.
     """
+    nbytes = sum(tensor.nbytes for tensor in bucket)
     segments = header["segments"]
     # A transport may deliver bytes in any dtype and shape.
-    payloads = as_bytes(payload.contiguous()).split([size for *_, size in segments])
+    payloads = as_bytes(payload.to(bucket[0].device).contiguous()).split([size for *_, size in segments])
     positions: list[Tensor] = []
     values: list[Tensor] = []
     for span, segment_payload, (numel, encoding, count, after, _) in zip(
@@ -92,3 +94,67 @@ def have_digests(tensors: Sequence[Tensor], digests: Sequence[int]) -> bool:
     """
     parts: list[Span] = equal_parts(sum(tensor.nbytes for tensor in tensors), len(digests))
     return [digest_of_span(tensors, part) for part in parts] == list(digests)
+
+
+class RefitOrder:
+    """The refits that have begun at a receiver, so that none comes late or twice.
+
+    Attributes:
+        complete: the run and refit of the receiver's bytes; None before the first refit, and while
+            they are partly of two.
+    """
+
+    def __init__(self) -> None:
+        self.complete: tuple[str, int] | None = None
+        # The newest refit that has begun, by run.
+        self._begun: dict[str, int] = {}
+        # The run of the last complete refit, and the runs that had the complete ones before.
+        self._present: str | None = None
+        self._over: set[str] = set()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a refit has begun, of any run."""
+        return bool(self._begun)
+
+    @property
+    def refit(self) -> int:
+        """The number of the refit of the receiver's bytes; 0 if they are of none."""
+        return self.complete[1] if self.complete else 0
+
+    def check(self, header: Header) -> None:
+        """Raise RefitError unless the refit that this header begins may begin."""
+        run = header["run"]
+        refit = header["refit"]
+        newest = self._begun.get(run)
+        if run in self._over:
+            raise RefitError(
+                f"refit {refit} of a run that is over on this rank arrived, as another run's refit was complete since: {ASK}"
+            )
+        if newest is not None and refit <= newest:
+            raise RefitError(
+                f"refit {refit} arrived late or again, as refit {newest} of its run has begun on this rank: {ASK}"
+            )
+        if header["kind"] == FULL:
+            return
+        if self.complete is None:
+            raise RefitError(f"changes came to a receiver without a complete refit: {ASK}")
+        if (run, header["since"]) != self.complete:
+            of_run = "" if run == self.complete[0] else "another run's "
+            raise RefitError(
+                f"changes since {of_run}refit {header['since']} came to a receiver of refit {self.refit}: one was missed, {ASK}"
+            )
+
+    def begin(self, header: Header) -> None:
+        """Note that the refit of this header has begun."""
+        self._begun[header["run"]] = header["refit"]
+
+    def end(self, header: Header) -> None:
+        """Note that the refit of this header is complete, which ends the run before it. A refit
+        that has only begun ends none, since its first message may be a stray one.
+        """
+        run = header["run"]
+        if self._present is not None and self._present != run:
+            self._over.add(self._present)
+        self._present = run
+        self.complete = run, header["refit"]
