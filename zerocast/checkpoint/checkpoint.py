@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
 from zerocast.checkpoint.checkpointed import Checkpointed, SavedMoments
-from zerocast.checkpoint.manifest import LOADS, FileSum, Manifest, Stored, check_files
+from zerocast.checkpoint.manifest import LOADS, SAVES, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
@@ -37,8 +37,6 @@ from zerocast.distributed.group import ONE_PROCESS, Group
 logger = logging.getLogger(__name__)
 # The step of a checkpoint that does not belong to a numbered series.
 UNNUMBERED: Any = object()
-# The name of the call in the error that is raised if ranks make different calls.
-SAVES = "saves a checkpoint"
 # A setting that ranks compare: else some of them would lose or keep their buffers.
 MODEL_IS_PASSED = "whether model= is passed"
 
@@ -231,9 +229,9 @@ def contents_of(
     validate_across_ranks(group, [], problem, SAVES, settings)
     extra = extra or {}
     untrained.log_left_out(optimizer, group.rank)
-    values, values_of_ranks = extras.values_of(extra, group, SAVES)
+    values, values_of_ranks = extras.values_of(extra, group)
     extra_tensors = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
-    extra_state = extras.state_of(extra_tensors, group, extras.SAME, SAVES)
+    extra_state = extras.state_of(extra_tensors, group, extras.SAME)
     masters = {name: master for name, master in state["model"].items() if name not in untrained.quantized}
     manifest = Manifest(
         formats=formats_of(optimizer) | untrained.formats(),
@@ -243,7 +241,7 @@ def contents_of(
         frozen=tuple(sorted({*untrained.plain, *untrained.quantized})),
         left_out=untrained.left_out,
     )
-    return _merged({**state, "model": masters}, untrained.state(group, SAVES), extra_state), manifest
+    return _merged({**state, "model": masters}, untrained.state(group), extra_state), manifest
 
 
 def _checked_step(step: Any) -> int:

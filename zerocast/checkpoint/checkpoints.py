@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from zerocast.checkpoint import checkpoint
 from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.lineage import Lineage, Runs, TrainedParameters
-from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
+from zerocast.checkpoint.manifest import LOADS, SAVES, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.store_folder import folder_at
@@ -229,7 +229,7 @@ class Checkpoints:
             return self._writer.lease.poll()
 
         is_logged = group.rank > 0
-        while not from_rank_0(group, poll, checkpoint.SAVES):
+        while not from_rank_0(group, poll, SAVES):
             if not is_logged:
                 logger.warning(
                     "another process has written checkpoints into %s: waiting to see if it is alive", self._folder
@@ -260,7 +260,7 @@ class Checkpoints:
         finally:
             if self._writer is not None:
                 self._writer.is_writing = False
-        from_rank_0(group, lambda: self._prune(step), checkpoint.SAVES)
+        from_rank_0(group, lambda: self._prune(step), SAVES)
         written: Lineage = group.broadcast_object(lineage, "the lineage of a checkpoint")
         return written
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.checkpoint.manifest import Manifest
+from zerocast.checkpoint.manifest import SAVES, Manifest
 from zerocast.distributed.group import Group
 
 # Prefixes of the keys of tensors.
@@ -35,14 +35,14 @@ def check(extra: Mapping[str, Any] | None) -> None:
             )
 
 
-def split(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(extra: Mapping[str, Any], group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split values into those that are equal on all ranks of the group and those that differ.
-    Collective; `what` names the call in errors.
+    Collective.
     """
     if group.size == 1:
         return dict(extra), {}
     digests = {name: _digest(value) for name, value in extra.items()}
-    by_rank: list[dict[str, str]] = group.all_gather_object(digests, f"digests of extra values as this rank {what}")
+    by_rank: list[dict[str, str]] = group.all_gather_object(digests, f"digests of extra values as this rank {SAVES}")
     equal = {}
     differing = {}
     for name, value in extra.items():
@@ -53,19 +53,19 @@ def split(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, 
     return equal, differing
 
 
-def state_of(tensors: Mapping[str, Tensor], group: Group, prefix: str, what: str) -> dict[str, Any]:
+def state_of(tensors: Mapping[str, Tensor], group: Group, prefix: str) -> dict[str, Any]:
     """Return the entries of tensors in a checkpoint: under `prefix` those that are equal on all
     ranks, and under `<prefix>_of_ranks.<rank>` those of this rank that differ. Collective.
     """
-    equal, own = split(tensors, group, what)
+    equal, own = split(tensors, group)
     return {prefix: equal, f"{prefix}_of_ranks": {str(group.rank): own} if own else {}}
 
 
-def values_of(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+def values_of(extra: Mapping[str, Any], group: Group) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
     """Return (the values that are not tensors and are equal on all ranks, for each rank the values
     that differ). Collective.
     """
-    equal, own = split({name: value for name, value in extra.items() if not isinstance(value, Tensor)}, group, what)
+    equal, own = split({name: value for name, value in extra.items() if not isinstance(value, Tensor)}, group)
     by_rank = group.all_gather_object(own, "values of extra") if group.size > 1 else [own]
     return equal, tuple(by_rank) if any(by_rank) else ()
 

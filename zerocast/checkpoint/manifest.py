@@ -33,7 +33,8 @@ NAME = MANIFEST
 CHUNK = 2**20
 # The largest manifest that is read, enough for a million files.
 MOST_BYTES = 2**28
-# The name of the call in the error that is raised if ranks make different calls.
+# The names of calls in the error that is raised if ranks make different ones.
+SAVES = "saves a checkpoint"
 LOADS = "loads a checkpoint"
 
 

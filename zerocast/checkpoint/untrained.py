@@ -114,16 +114,14 @@ class Untrained:
         """Return the formats of quantized weights, as a manifest records them."""
         return {name: Stored(str(weight.format), dtype_name(weight.dtype)) for name, weight in self.quantized.items()}
 
-    def state(self, group: Group, what: str) -> dict[str, dict[str, Any]]:
-        """Return the entries of a checkpoint. Collective; `what` says which call this is, for
-        errors.
-        """
+    def state(self, group: Group) -> dict[str, dict[str, Any]]:
+        """Return the entries of a checkpoint. Collective."""
         weights: dict[str, Any] = {}
         for name, weight in self.quantized.items():
             weight.wait()
             weights[name] = own_buffers(weight)
         plain = {name: parameter.detach() for name, parameter in self.plain.items()}
-        return {"model": plain, "zerocast": weights, **extras.state_of(self.buffers, group, BUFFERS, what)}
+        return {"model": plain, "zerocast": weights, **extras.state_of(self.buffers, group, BUFFERS)}
 
     def to_overwrite(self, saved: Mapping[str, Any], group: Group) -> dict[str, dict[str, Any]]:
         """Return the same entries, for a reader that fills them. Bytes of quantized weights are

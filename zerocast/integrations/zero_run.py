@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from zerocast import QuantizedWeight
-from zerocast.checkpoint.checkpoint import SAVES, group_of
-from zerocast.checkpoint.manifest import LOADS, Manifest
+from zerocast.checkpoint.checkpoint import group_of
+from zerocast.checkpoint.manifest import LOADS, SAVES, Manifest
 from zerocast.checkpoint.store import Location
 from zerocast.checkpoint.whole_folder import discard, is_unfinished, mark_incomplete
 from zerocast.distributed.agreement import from_rank_0
