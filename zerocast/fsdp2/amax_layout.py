@@ -24,7 +24,8 @@ from zerocast.formats.layout import Span
 from zerocast.formats.shared_amax import groups_cast_together
 from zerocast.fsdp2.weight import FSDPWeight
 
-# The flags of weights that a cast leaves on a rank. They are also columns of `CastGroup._statuses`.
+# The flags of weights that a cast leaves on a rank. They are also columns of
+# `CastGroup._statuses_by_flag`.
 NOT_FINITE_FLAG, REFUSED_FLAG, REPLICAS_DIFFER_FLAG = 1, 2, 3
 
 # The largest number of casts that a replica reports to have made by itself. The buffer may be bf16.

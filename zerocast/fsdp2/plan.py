@@ -204,7 +204,7 @@ class ShardPlan(Plan):
         if self.status.problem is not None:
             self.status.problem = None
             for group in self.cast_groups:
-                group.note_masters(are_there=True)
+                group.set_masters_readable(is_readable=True)
         self._changed = self._written
         self._written = []
         for weight in self.changed_weights:
