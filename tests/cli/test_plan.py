@@ -35,7 +35,7 @@ from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.footprint.zero_bytes import cut_amaxes
 from zerocast.formats import get_format
-from zerocast.optim.reduction import Filling, Reduction
+from zerocast.optim.reduction import PendingBucket, Reduction
 
 KNOWN = {
     "llama3-8b": 8_030_261_248,
@@ -355,8 +355,8 @@ def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
     is_complete = dist.get_world_size() == 1
     with (
         mock.patch.object(Reduction, "is_complete", return_value=is_complete),
-        mock.patch.object(reducer, "_fill", watched(reducer._fill)),
-        mock.patch.object(Filling, "packed", watched(Filling.packed)),
+        mock.patch.object(reducer, "_put", watched(reducer._put)),
+        mock.patch.object(PendingBucket, "packed", watched(PendingBucket.packed)),
         mock.patch.object(Reduction, "__init__", watched(Reduction.__init__)),
         mock.patch.object(QuantizedReduceScatter, "__init__", watched(QuantizedReduceScatter.__init__)),
     ):

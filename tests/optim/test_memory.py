@@ -66,7 +66,7 @@ def test_so_many_buckets_are_in_flight(bucket_size: int, in_flight: int) -> None
     head = nn.Linear(32, 4096, bias=False)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)), head)
     optimizer = ZeroAdamW(model.named_parameters(), config=ZeroConfig(bucket_size=bucket_size))
-    flying, counts = optimizer._reducer._flying, list[int]()
+    flying, counts = optimizer._reducer._in_flight, list[int]()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: counts.append(len(flying)))
     with mock.patch.object(reduction.Reduction, "is_complete", return_value=False):
@@ -100,7 +100,7 @@ def test_a_discarded_optimizer_holds_no_buckets_back():
         cycle: list[Any] = [ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())]
         cycle.append(cycle)
         del cycle
-        assert not ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())._reducer._company
+        assert not ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())._reducer._coexisting
     finally:
         gc.enable()
 

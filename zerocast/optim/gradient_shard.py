@@ -181,7 +181,7 @@ class GradientShard:
         """Zero the gradient, reduced or not. Not a collective: a rank without gradients of a
         backward pass has nothing to zero.
         """
-        self._reducer().land()
+        self._reducer().wait()
         part.local, part.forgotten = None, False
         self._elements(part).zero_()
         self._count(part)

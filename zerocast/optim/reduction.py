@@ -1,9 +1,10 @@
-"""Reductions of buckets: gradients that have arrived, the collective in flight, and its result.
+"""The reduction of one bucket of gradients. A PendingBucket collects the gradients as they arrive,
+and a Reduction is their collective in flight.
 
-A gradient stays where autograd put it until its bucket is complete. A gradient that fills a bucket
-by itself is sent from there; others are packed into a buffer that lives as long as the collective,
-or, if gradients are sent as FP8, until they are quantized. While buckets fill, `IdleParameters`
-counts which parameters get no gradient.
+A gradient stays where autograd put it until its bucket is complete. A gradient that is a bucket by
+itself is sent from there. Others are packed into a buffer that lives as long as the collective, or,
+if gradients are sent as FP8, until they are quantized. IdleParameters detects parameters that get
+no gradient.
 """
 
 import logging
@@ -19,19 +20,25 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 
 logger = logging.getLogger(__name__)
-PATIENCE = 100  # backward passes without a gradient, until a parameter is called idle
+# A parameter counts as idle after this number of backward passes without a gradient.
+PATIENCE = 100
 
 
-class Filling:
-    """The gradients of a bucket that have arrived, by their offset in it.
+class PendingBucket:
+    """A bucket whose reduction has not begun.
 
-    The earlier sums of `forgotten` parts are dropped: the reduction replaces them instead of adding
-    to them.
+    Attributes:
+        bucket: the parameters and their offsets in the bucket. Fixed.
+        gradients: the gradients that have arrived, keyed by offset. Cleared when the reduction
+            begins.
+        forgotten: parts whose earlier sum the reduction replaces instead of adding to it, since
+            the user has removed it from the parameter.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.gradients: dict[int, Tensor] = {}
+        # The version counters of the gradients on arrival, keyed by offset.
         self._versions: dict[int, int] = {}
         self.forgotten: list[GradientPart] = []
 
@@ -40,21 +47,23 @@ class Filling:
         """True if every parameter of the bucket has a gradient."""
         return len(self.gradients) == len(self.bucket.slots)
 
-    def put(self, part: GradientPart, gradient: Tensor, more: bool) -> None:
-        """Store a gradient; with `more` it is added to the gradient of a nested backward pass."""
+    def put(self, part: GradientPart, gradient: Tensor, adds: bool) -> None:
+        """Store a gradient. With `adds`, add it to one that a nested backward pass has left."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {part.name} is sparse, which is not supported: use dense gradients (Embedding(sparse=False))"
             )
         gradient = gradient.detach()
-        before, dtype = self.gradients.get(part.offset), self.bucket.storage.grad_dtype
-        if more and before is not None:
-            gradient = (before.to(dtype) + gradient).to(dtype)
-        self.gradients[part.offset], self._versions[part.offset] = gradient, gradient._version
+        earlier = self.gradients.get(part.offset)
+        if adds and earlier is not None:
+            dtype = self.bucket.storage.grad_dtype
+            gradient = (earlier.to(dtype) + gradient).to(dtype)
+        self.gradients[part.offset] = gradient
+        self._versions[part.offset] = gradient._version
 
     def packed(self, allow_view: bool) -> Tensor:
-        """Return the gradients end to end, `[bucket.numel]`, zero where there is none; with
-        `allow_view` a gradient that fills the bucket by itself is returned without a copy.
+        """Return the gradients of the bucket in one tensor, `[bucket.numel]`, with zeros for
+        missing ones. With `allow_view`, a gradient that is the bucket by itself is not copied.
 
         Raises RuntimeError for a gradient that was changed in place since it arrived.
         """
@@ -63,21 +72,24 @@ class Filling:
             if gradient is not None:
                 _check_unchanged(slot, gradient, self._versions[slot.offset])
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
-        alone = self.gradients.get(0)
-        if bucket.is_one_gradient and allow_view and alone is not None and _is_plain(alone, dtype):
-            return alone.view(-1)
+        first_gradient = self.gradients.get(0)
+        if allow_view and bucket.is_one_gradient and first_gradient is not None and _is_plain(first_gradient, dtype):
+            return first_gradient.view(-1)
         full = torch.empty(bucket.numel, dtype=dtype, device=bucket.slots[0].parameter.device)
-        gaps, targets, start = [], [], 0
+        targets: list[Tensor] = []
+        gaps: list[Tensor] = []
+        end_of_last = 0
         for slot in bucket.slots:
             if slot.offset in self.gradients:
-                gaps.append(full[start : slot.offset])
-                start = slot.offset + slot.numel
-                targets.append(full[slot.offset : start])
-        gaps = [gap for gap in (*gaps, full[start:]) if gap.numel()]
+                gaps.append(full[end_of_last : slot.offset])
+                end_of_last = slot.offset + slot.numel
+                targets.append(full[slot.offset : end_of_last])
+        gaps.append(full[end_of_last:])
+        gaps = [gap for gap in gaps if gap.numel()]
         if gaps:
             torch._foreach_zero_(gaps)
         if targets:
-            torch._foreach_copy_(targets, [self.gradients[slot].reshape(-1) for slot in sorted(self.gradients)])
+            torch._foreach_copy_(targets, [self.gradients[offset].reshape(-1) for offset in sorted(self.gradients)])
         return full
 
 
@@ -96,86 +108,98 @@ def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Reduction:
-    """The reduction of one bucket into `target`, this rank's part of the flat shard.
+    """The reduction of one bucket, in flight from the constructor until `finish`.
 
-    With a `stream` the result is written on that stream, in parallel to the backward pass, and
-    takes no time of the stream that computes gradients. Without a stream `finish` writes it.
+    With a `stream` the result is written on that stream, in parallel to the backward pass. The
+    stream that computes gradients does nothing for it. Without a stream, `finish` writes the
+    result.
 
     Args:
+        pending: the bucket with its gradients, which are cleared.
+        group: the ranks.
+        target: this rank's part of the bucket in the flat shard, which gets the mean.
         config: how gradients are sent and added (`grad_wire`, `deterministic`).
-        stream: a CUDA stream; None on a CPU, for a single rank, and without `direct`.
-        direct: `finish` is called before the next pass begins, so the reduction may read a gradient
-            in place and write its result into `target`.
-        adds: the mean is added to the content of `target`.
+        stream: a CUDA stream. None on a CPU, for a single rank, and unless `finishes_in_pass`.
+        finishes_in_pass: True if `finish` is called before the backward pass ends. The collective
+            may then read a gradient in place and write its result directly into `target`.
+        adds: True to add the mean to the content of `target`.
+        what: the name of the bucket, for errors.
     """
 
     def __init__(
         self,
-        filling: Filling,
+        pending: PendingBucket,
         group: Group,
         target: Tensor,
         config: ZeroConfig,
         stream: torch.cuda.Stream | None,
-        direct: bool,
+        finishes_in_pass: bool,
         adds: bool,
         what: str,
     ) -> None:
-        self._bucket, self._forgotten = filling.bucket, filling.forgotten
-        self._target, self._adds, self._ranks = target, adds, group.size
-        self._deterministic = deterministic = config.deterministic
+        self._bucket = pending.bucket
+        self._forgotten = pending.forgotten
+        self._target = target
+        self._adds = adds
+        self._ranks = group.size
+        self._deterministic = config.deterministic
+        # The reduction if gradients are sent as FP8. Otherwise `_work` is the collective, None for
+        # a single rank, `_full` its input, and `_result` its output.
         self._quantized: QuantizedReduceScatter | None = None
         self._work: Flight | None = None
-        self._landed: torch.cuda.Event | None = None
-        full = filling.packed(direct or config.grad_wire is not None)
-        filling.gradients.clear()
+        # The event after which `target` has the result, if a stream writes it.
+        self._written: torch.cuda.Event | None = None
+        # Quantizing copies a gradient at once, so it may always read it in place.
+        full = pending.packed(allow_view=finishes_in_pass or config.grad_wire is not None)
+        pending.gradients.clear()
         if config.grad_wire:
             self._quantized = QuantizedReduceScatter(full, group, config.backend, what)
         else:
             self._full, self._version, self._result = full, full._version, full
-            if deterministic and group.size > 1:
+            if config.deterministic and group.size > 1:
                 self._result = torch.empty_like(full)
                 self._work = group.all_to_all(self._result, full, async_op=True, what=what)
             elif group.size > 1:
-                in_place = direct and not adds and full.dtype is target.dtype
-                self._result = target if in_place else full.new_empty(target.numel())
+                writes_to_target = finishes_in_pass and not adds and full.dtype is target.dtype
+                self._result = target if writes_to_target else full.new_empty(target.numel())
                 self._work = group.reduce_scatter_mean(self._result, full, async_op=True, what=what)
         if stream is not None:
             with torch.cuda.stream(stream):
-                self._land()
-                self._landed = stream.record_event()
+                self._write_result()
+                self._written = stream.record_event()
 
     @property
     def numel(self) -> int:
-        """The elements of the gradients whose memory is held until `finish` or `release`."""
+        """The number of elements of the bucket, whose memory is held until `finish`."""
         return self._bucket.numel
 
     def is_complete(self) -> bool:
         """Return True if `finish` would not wait."""
-        if self._landed is not None:
-            return bool(self._landed.query())
+        if self._written is not None:
+            return bool(self._written.query())
         if self._quantized:
             return self._quantized.is_complete()
         return self._work is None or self._work.is_completed()
 
     def release(self) -> None:
-        """Let the current stream wait for the work that uses the memory of this reduction, which
-        may be freed afterwards.
+        """Let the current stream wait for the work on the other stream, so that the memory of this
+        reduction can be freed.
         """
-        if self._landed is not None:
-            torch.cuda.current_stream(self._target.device).wait_event(self._landed)
+        if self._written is not None:
+            torch.cuda.current_stream(self._target.device).wait_event(self._written)
 
     def finish(self) -> None:
         """Let the current stream, or on a CPU this thread, wait until the result is in `target`.
         Raises RuntimeError if a gradient that was sent in place was changed during the collective.
         """
         self.release()
-        if self._landed is None:
-            self._land()
+        if self._written is None:
+            self._write_result()
         if not self._quantized:
             _check_unchanged(self._bucket.slots[0], self._full, self._version)
 
-    def _land(self) -> None:
-        """Write the mean over the ranks to `target`, or add it."""
+    def _write_result(self) -> None:
+        """Wait for the collective and write the mean over the ranks to `target`, or add it."""
         if self._quantized:
             self._quantized.wait()
         elif self._work is not None:
@@ -185,20 +209,20 @@ class Reduction:
         if self._quantized:
             self._quantized.land(self._target, self._ranks, self._adds)
         elif self._deterministic:
-            self._land_in_rank_order()
+            self._write_in_rank_order()
         elif self._adds:
             self._target.add_(self._result)
         elif self._result is not self._target:
-            # torch's kernel for lists loads vectors where two dtypes meet, its copy_ does not.
+            # Between two dtypes torch's kernel for lists uses vector loads, and `copy_` does not.
             torch._foreach_copy_([self._target], [self._result])
 
-    def _land_in_rank_order(self) -> None:
-        """Add the messages in rank order, in FP32."""
+    def _write_in_rank_order(self) -> None:
+        """Add the gradients of all ranks in rank order, in FP32."""
         total = torch.empty_like(self._target) if self._adds else self._target
-        first, *others = self._result.view(self._ranks, -1).unbind()
-        total.copy_(first)
-        for part in others:
-            total.add_(part)
+        first_rank, *other_ranks = self._result.view(self._ranks, -1).unbind()
+        total.copy_(first_rank)
+        for gradient in other_ranks:
+            total.add_(gradient)
         total.div_(self._ranks)
         if self._adds:
             self._target.add_(total)
@@ -210,18 +234,26 @@ class Reduction:
 
 
 class IdleParameters:
-    """Counts the backward passes since each parameter's last gradient on this rank.
+    """Warns about parameters that get no gradient on this rank, each kind of warning once.
 
-    Experts without tokens are legitimately idle, so this only warns, and only once. A parameter
-    that was replaced in the model is idle too. A frozen parameter is named immediately, since a
-    zero gradient still changes it. `owner` is the optimizer, in messages.
+    An expert without tokens is legitimately idle, so this raises nothing. A parameter that was
+    replaced in the model is idle too. A warning of a frozen parameter is immediate, since a zero
+    gradient still changes it (weight decay and moments).
+
+    Args:
+        owner: the optimizer, for messages.
+
+    Attributes:
+        gradients: the number of gradients so far.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._passes: dict[str, int] = {}  # of parameters without a gradient in the last pass
+        # The number of passes since the last gradient, keyed by name, of the parameters that had
+        # none in the last pass.
+        self._idle_passes: dict[str, int] = {}
         self._warned = self._warned_of_frozen = self._warned_of_none = self._warned_of_removed = False
-        self.found = 0  # gradients so far
+        self.gradients = 0
 
     def warn_no_gradients(self) -> None:
         """Warn that a step had no gradient at all on this rank."""
@@ -270,14 +302,14 @@ class IdleParameters:
     def count(self, name: str, has_gradient: bool) -> None:
         """Count a reduced backward pass, in which this parameter had a gradient or not."""
         if has_gradient:
-            self.found += 1
-            if self._passes:
-                self._passes.pop(name, None)
+            self.gradients += 1
+            if self._idle_passes:
+                self._idle_passes.pop(name, None)
             return
-        self._passes[name] = self._passes.get(name, 0) + 1
-        if self._passes[name] > PATIENCE and not self._warned:
+        self._idle_passes[name] = self._idle_passes.get(name, 0) + 1
+        if self._idle_passes[name] > PATIENCE and not self._warned:
             self._warned = True
-            idle = [other for other, passes in self._passes.items() if passes >= PATIENCE]
+            idle = [other for other, passes in self._idle_passes.items() if passes >= PATIENCE]
             logger.warning(
                 "%d parameters of %s got no gradient on this rank in %d backward passes, the first is %s: they are "
                 "unused, frozen or no longer parameters of the model (logged once)",
