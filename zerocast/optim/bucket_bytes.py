@@ -44,8 +44,8 @@ class BucketBytes:
         flats: the flat buffers, in the order of `bucket.storage.gathered`.
         weights: the weight of each of `bucket.slots`; an identity weight for a plain parameter.
         is_plain: True for a bucket of ordinary parameters.
-        lock: held by the thread that completes the gather.
-        landing: True while that thread does so.
+        lock: held by the thread that finishes the gather.
+        is_finishing: True while that thread does so.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class BucketBytes:
         self.weights = [self._place(slot) for slot in bucket.slots]
         self.is_plain = bool(self._plain)
         self.lock = threading.RLock()
-        self.landing = False
+        self.is_finishing = False
         # The gather in flight, one operation for each flat buffer.
         self._works: list[Flight | None] = []
         self._parameters = [p.slot.parameter for p in self._plain]
@@ -123,7 +123,7 @@ class BucketBytes:
         """Return True if parameters are stored outside of their views. Raises RuntimeError if they
         have different values there, or if parameters in their views were written since `record`.
         """
-        # Every step comes here, nearly always with nothing written and nothing moved.
+        # This runs in every step. Usually nothing was written and nothing has moved.
         unchanged = not self._copies and list(map(_version, self._watched)) == self._versions
         in_buffers = list(map(Tensor.data_ptr, self._parameters)) == self._addresses
         same_states = all(map(operator.is_, map(_state, self._weights), self._states))
@@ -137,18 +137,18 @@ class BucketBytes:
         unchanged = list(map(_version, self._watched)) == self._versions
         if unchanged and all(same_bytes(*pair) for pair in zip(self.flats, copies, strict=False)):
             return
-        noted = dict(zip(map(id, self._watched), self._versions, strict=True))
+        recorded_versions = dict(zip(map(id, self._watched), self._versions, strict=True))
         names = [
             p.slot.name
             for p in self._plain
-            if p.is_in_buffer and p.slot.parameter._version != noted[id(p.slot.parameter)]
+            if p.is_in_buffer and p.slot.parameter._version != recorded_versions[id(p.slot.parameter)]
         ]
         if copies:
             for slot in self.bucket.slots:
                 views = zip(self.bucket.views(slot, self.flats), self.bucket.views(slot, copies), strict=True)
                 if not all(same_bytes(*pair) for pair in views):
                     names.append(slot.name)
-        elif any(flat._version != noted[id(flat)] for flat in self.flats):
+        elif any(flat._version != recorded_versions[id(flat)] for flat in self.flats):
             # A flat buffer has one counter, so any of its parameters may have been written.
             names += [slot.name for slot in self.bucket.slots]
         if names:

@@ -1,9 +1,9 @@
-"""WeightGather: the all-gathers of weight buffers, bucket by bucket.
+"""WeightGather: all-gathers the weight buffers, bucket by bucket.
 
-The gather of a plain parameter ends inside the step, since reads of it cannot be intercepted. With
-overlap, the gather of a QuantizedWeight continues until the weight is first read, by a forward
-pass, a tied head, state_dict or an evaluation. Threads may read at the same time. Each of them
-waits, and on a GPU each on its own stream.
+The gather of a plain parameter is finished inside the step, since reads of it cannot be
+intercepted. With overlap, the gather of a QuantizedWeight is finished when the weight is first
+read, by a forward pass, a tied head, state_dict or an evaluation. If several threads read, each of
+them waits, on a GPU each on its own stream.
 """
 
 import contextlib
@@ -22,9 +22,8 @@ from zerocast.weight.validity import Validity, debugging
 
 
 class ReadyEvent:
-    """The moment at which the bytes of a bucket have arrived on a GPU.
-
-    A reader on a stream other than the one that waited for the gather waits for this event.
+    """A CUDA event for the arrival of the bytes of a bucket, on the stream that has waited for the
+    gather. Readers on other streams wait for the event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,14 +33,14 @@ class ReadyEvent:
 
     @staticmethod
     def now(device: torch.device) -> "ReadyEvent | None":
-        """Return an event for the current moment. None on a CPU, where a thread that waited has the
-        bytes, and inside a CUDA graph, which waits for all streams at both ends.
+        """Record an event on the current stream. None on a CPU, where all threads see the bytes
+        once one has waited, and inside a CUDA graph, which waits for all streams at both ends.
         """
-        outside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        return ReadyEvent(device) if outside else None
+        needs_event = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return ReadyEvent(device) if needs_event else None
 
     def follow(self) -> bool:
-        """Let the current stream wait. Returns True if the bytes are there for all streams."""
+        """Let the current stream wait. Return True if no stream needs to wait any more."""
         if torch.cuda.is_current_stream_capturing():
             return False
         current = torch.cuda.current_stream(self._stream.device)
@@ -53,14 +52,14 @@ class ReadyEvent:
 class WeightGather(Gather):
     """All-gathers the buckets after a cast and makes columnwise copies.
 
-    Buckets of plain parameters come first, since the step waits for their gathers, then the others
+    Buckets of plain parameters are gathered first, since the step waits for them, then the others
     in the order of the forward pass.
 
     Args:
         buffers: the buckets in the order of the backward pass.
         group: the ranks that share the masters.
         validity: the validity of all weights.
-        backend: makes the columnwise copies.
+        backend: the backend that makes columnwise copies.
         overlap: True to leave gathers of quantized weights in flight when a step returns.
     """
 
@@ -70,49 +69,48 @@ class WeightGather(Gather):
         in_forward_order = buffers[::-1]
         self._buffers = sorted(in_forward_order, key=lambda buffer: not buffer.is_plain)
         self._group, self._validity, self._overlap = group, validity, overlap
-        self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
-        # The bucket of a weight, by the id of its state.
-        self._home = {id(weight.state): b for b in buffers for weight in b.weights}
-        # Buckets whose gather is in flight, keyed by id.
-        self._flying: dict[int, BucketBytes] = {}
-        # Buckets that have arrived on the stream that waited, possibly not yet on others, keyed by
-        # id.
+        # The columnwise copies of each bucket, keyed by its id. Fixed.
+        self._columnwise = {id(buffer): ColumnwiseCopies(buffer.weights, backend) for buffer in buffers}
+        # The bucket of each weight, keyed by the id of the weight's state. Fixed.
+        self._buffer_of_state = {id(weight.state): buffer for buffer in buffers for weight in buffer.weights}
+        # The buckets whose gather is in flight, keyed by id.
+        self._in_flight: dict[int, BucketBytes] = {}
+        # The events of finished gathers for which other streams may still have to wait, keyed by
+        # the id of the bucket.
         self._ready_events: dict[int, ReadyEvent] = {}
 
-    def land(self) -> None:
-        """Complete the gathers in flight."""
-        for buffer in list(self._flying.values()):
+    def finish_all(self) -> None:
+        """Finish all gathers in flight."""
+        for buffer in list(self._in_flight.values()):
             self._finish(buffer)
 
     def check(self) -> bool:
         """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
-        anything else has written parameters since the last cast.
+        other code has written parameters since the last cast.
 
-        A bucket whose gather is in flight is not checked: it cannot have been written yet.
+        Buckets whose gather is in flight are skipped. Nothing has read or written them yet.
         """
         has_moved = False
         for buffer in self._buffers:
-            if id(buffer) not in self._flying:
+            if id(buffer) not in self._in_flight:
                 has_moved = buffer.check() or has_moved
         return has_moved
 
     def prepare(self) -> None:
-        """Complete the gathers in flight, and move every weight back into the buffers that the
-        gather writes.
-
-        Raises RuntimeError if anything else has written parameters.
+        """Finish the gathers in flight, and move every weight back into the flat buffers, which the
+        next gather writes. Raises RuntimeError if other code has written parameters.
         """
-        if self._flying:
-            self.land()
+        if self._in_flight:
+            self.finish_all()
         # All parameters are checked before anything changes.
         if self.check():
             self.reclaim()
 
     def reclaim(self) -> None:
-        """Complete the gathers in flight and move every weight back into the buffers, without
-        checks of the contents. Called before loaded masters are cast.
+        """Finish the gathers in flight, and move every weight back into the flat buffers without
+        checking for writes. Called before loaded masters are cast, which overwrites all weights.
         """
-        self.land()
+        self.finish_all()
         for buffer in self._buffers:
             buffer.reclaim()
 
@@ -121,68 +119,73 @@ class WeightGather(Gather):
         return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
-        """Mark all columnwise copies as current, after a replay of a graph that gathered."""
+        """Mark all columnwise copies as current. Called after a replay of a graph that gathers."""
         self._validity.copied()
-        # The replay has run no Python, so it has recorded nothing.
-        for buffer in self._buffers if debugging() else ():
-            buffer.record()
+        # The replay has run no Python, so it has not recorded the contents of buffers.
+        if debugging():
+            for buffer in self._buffers:
+                buffer.record()
 
     def start(self, plan: CastPlan) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
 
-        With overlap a gather may still be in flight when this returns. The first read waits for it.
+        With overlap a gather may still be in flight when this returns. The first read finishes it.
         """
         with contextlib.ExitStack() as stack:
-            # Threads that read now wait until all gathers have begun.
+            # With the locks, threads that read now wait until all gathers have begun.
             for buffer in self._buffers:
                 stack.enter_context(buffer.lock)
             if self._overlap:
-                self._validity.before_read = self._finish_for
+                self._validity.before_read = self._finish_before_read
             for number, buffer in enumerate(self._buffers, 1):
                 if self._group.size > 1:
                     buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
-                self._flying[id(buffer)] = buffer
+                self._in_flight[id(buffer)] = buffer
         for buffer in self._buffers:
             if buffer.is_plain or not self._overlap:
                 self._finish(buffer)
         if not self._overlap:
             self._validity.copied()
 
-    def _finish_for(self, weight: QuantizedWeight) -> None:
-        buffer = self._home[id(weight.state)]
+    def _finish_before_read(self, weight: QuantizedWeight) -> None:
+        """Finish the gather of a weight that is about to be read, and let the current stream wait
+        for its bytes.
+        """
+        buffer = self._buffer_of_state[id(weight.state)]
         self._finish(buffer)
-        ready = self._ready_events.get(id(buffer))
-        if ready is not None and ready.follow():
+        ready_event = self._ready_events.get(id(buffer))
+        if ready_event is not None and ready_event.follow():
             self._ready_events.pop(id(buffer), None)
-            self._forget()
+            self._remove_read_hook()
 
     def _finish(self, buffer: BucketBytes) -> None:
-        """Complete one gather and make its columnwise copies.
+        """Finish the gather of one bucket and make its columnwise copies.
 
-        A second thread waits here for the first. After an exception the gather is still in flight,
-        for the next read.
+        A second thread waits here for the first. If this raises, the gather stays in flight, and
+        the next read tries again.
         """
         with buffer.lock:
-            if id(buffer) not in self._flying or buffer.landing:
+            if id(buffer) not in self._in_flight or buffer.is_finishing:
                 return
-            # Making the copies asks the weights for their bytes, in this thread.
-            buffer.landing = True
+            # Making the copies reads the weights, which calls this method again in this thread.
+            buffer.is_finishing = True
             try:
                 if self._group.size > 1:
                     buffer.wait()
-                # Without overlap all gathers end in `start`, which marks all weights together.
+                # Without overlap `start` finishes all gathers, and marks all weights together.
                 self._columnwise[id(buffer)].make(marks=self._overlap)
             finally:
-                buffer.landing = False
+                buffer.is_finishing = False
             buffer.record()
-            ready = None if buffer.is_plain or not self._overlap else ReadyEvent.now(buffer.flats[0].device)
-            if ready is not None:
-                self._ready_events[id(buffer)] = ready
-            del self._flying[id(buffer)]
-            if not self._flying:
-                self._forget()
+            may_be_read_later = self._overlap and not buffer.is_plain
+            ready_event = ReadyEvent.now(buffer.flats[0].device) if may_be_read_later else None
+            if ready_event is not None:
+                self._ready_events[id(buffer)] = ready_event
+            del self._in_flight[id(buffer)]
+            if not self._in_flight:
+                self._remove_read_hook()
 
-    def _forget(self) -> None:
-        """Remove the hook of reads once all bytes have arrived for all threads and streams."""
-        if not self._flying and not self._ready_events:
+    def _remove_read_hook(self) -> None:
+        """Stop intercepting reads if the bytes of all buckets have arrived on all streams."""
+        if not self._in_flight and not self._ready_events:
             self._validity.before_read = None

@@ -105,7 +105,7 @@ class ShardedWeights:
         Masters keep their offsets. A bucket whose weights no longer have the same storage gets flat
         buffers for each kind of storage, in which the ranges of the other weights stay empty.
         """
-        self.gather.land()
+        self.gather.finish_all()
         self.buffers = [part for buffer in self.buffers for part in _converted(buffer, formats)]
 
     def rebuild(self, changed: Collection[str]) -> None:

@@ -134,7 +134,7 @@ class ZeroMuon(ZeroOptimizer):
     def _adam_groups(self) -> list[dict[str, Any]]:
         return [{"betas": (0.0, 0.0), **group} for group in super()._adam_groups()]
 
-    def _described(self) -> str:
+    def _other_hyperparameters(self) -> str:
         groups = [group for group in self.param_groups if rule_of(group) is MUON]
         return "".join(f"; Muon with {', '.join(f'{name} {group[name]}' for name in MUON.others)}" for group in groups)
 

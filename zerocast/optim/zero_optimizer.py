@@ -1,9 +1,13 @@
 """ZeroOptimizer: FP32 master shards, whose weights are cast and gathered after each step.
 
-One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
-for non-finite values, the update of this rank's shard (for which gradients of matrices go to the
-ranks that own them), cast, all-gather of bytes, columnwise copies. Only the device knows whether a
-step is skipped, so the CPU never waits for it.
+A step, in order:
+
+1. Reduce-scatter gradients. Backward hooks have started this.
+2. Compute the norm, clip, and look for non-finite values.
+3. Update this rank's shard. For Muon, gradients of matrices first go to the ranks that own them.
+4. Cast the masters, all-gather the bytes, and make columnwise copies.
+
+Only the device knows whether a non-finite gradient skips the step, so the CPU never waits for that.
 """
 
 import contextlib
@@ -84,13 +88,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], group: GroupLike, stage: int, config: ZeroConfig | None
     ) -> None:
-        # True once all groups of the constructor are laid out.
+        # False until the constructor has laid out its groups. torch's constructor calls
+        # `add_param_group` for each of them.
         self._is_built = False
-        self._config, self._stage = config or ZeroConfig(), stage
+        self._config = config or ZeroConfig()
+        self._stage = stage
         self._caller = Caller(self.NAME)
         self._group = Group.of(group).called_by(self._caller)
+        # Errors are collected here and raised by `validate_across_ranks`, on all ranks.
+        problem: Exception | None = None
         given: list[Any] = []
-        named, settings, company, problem = [], {}, False, None
+        named: list[Named] = []
+        settings: dict[str, object] = {}
+        shares_group = False
         try:
             given = listed(params)
             super().__init__(self._with_rules(trainable(given)), defaults)
@@ -98,7 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
             backends.choose(named[0][1].device, self._config.backend)
-            company = is_shared_with_others(self._group, [parameter for _, parameter, _ in named])
+            shares_group = is_shared_with_others(self._group, [parameter for _, parameter, _ in named])
             settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
@@ -108,45 +118,51 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._untrained = UntrainedTensors(
             self._group, self._frozen.parameters, [parameter for _, parameter, _ in named]
         )
-        free = groups_free_on_all(self._group, company)
-        # The ranks of the reductions, for the life of the optimizer.
-        self._reduction_group = self._group if free is None else separate_group(self._group, self, free)
+        free_groups = groups_free_on_all(self._group, shares_group)
+        # The process group of gradient reductions, separate from `_group` if another optimizer
+        # reduces over that too. For the life of the optimizer.
+        self._reduction_group = self._group if free_groups is None else separate_group(self._group, self, free_groups)
         device = named[0][1].device
-        # The trained parameters in the order in which they were given. More may be added.
+        # The trained parameters in the order in which they were given. `add_param_group` adds more,
+        # and replaces the layout and the masters.
         self._named: list[Named] = []
         self._layout = Layout([], [])
         self._masters = FlatMasters([], self._group, device, self._config.moment_dtype)
+        # The numbers of steps, for the life of the optimizer: of each parameter group, all skipped
+        # ones (on the device), and the skipped ones that were logged.
         self._counts = StepCounts(device)
         self._skipped_count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._reported = 0
-        # The steps since the optimizer was built or has loaded a state.
+        self._logged_skipped = 0
+        # The number of steps since the optimizer was built or has last loaded a state.
         self._steps = 0
-        # Captured steps, which follow changes of formats and parameters.
+        # The living captured steps. A change of formats or parameters records them again.
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
-        # The quantized weights whose masters began as the values of their codes, although an
-        # earlier optimizer or plan had their FP32 values. Empty after the first step or load.
-        self._begun_from_codes: list[str] = []
+        # The quantized weights whose masters were initialised from their codes, although an earlier
+        # optimizer or plan had FP32 values of them. Empty after the first step or load.
+        self._initialised_from_codes: list[str] = []
         self._build(named, *self._lay_out(named))
         self._caller.number = 1
         self._is_built = True
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
-        """Return the given pairs, or groups of them, as torch's constructor expects them. Raises
-        ValueError for a group whose update is invalid.
+        """Return the given (name, parameter) pairs, or groups of them, as torch's constructor
+        expects them. Raises ValueError for a group whose update rule is invalid.
         """
         raise NotImplementedError
 
     def _check_parameters(self, named: list[Named]) -> None:
-        """Raise ValueError or TypeError for parameters that their group's update does not
+        """Raise ValueError or TypeError for parameters that the update rule of their group does not
         support.
         """
 
     def _costs(self, named: list[Named]) -> dict[str, int]:
-        """Return the cost of the update of each parameter that one rank owns, keyed by name."""
+        """Return the cost of an update, keyed by name, for each parameter that a single rank
+        owns.
+        """
         return {}
 
-    def _described(self) -> str:
-        """Describe the hyperparameters, besides Adam's, that must be equal on all ranks."""
+    def _other_hyperparameters(self) -> str:
+        """Return the hyperparameters other than Adam's as a text that ranks compare."""
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
@@ -158,8 +174,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.param_groups
 
     def _lay_out(self, named: list[Named]) -> tuple[Layout, FlatMasters]:
-        """Return the layout of all parameters and of these, and masters in it. Local. Changes
-        nothing.
+        """Return the layout of the current parameters and the `named` ones together, and masters
+        in that layout. Local. Changes nothing.
         """
         config, group = self._config, self._group
         added = lay_out(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
@@ -168,27 +184,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return layout, FlatMasters(layout.buckets, group, device, config.moment_dtype, self._masters)
 
     def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
-        """Train these parameters, too, with the results of `_lay_out`. Collective.
+        """Build all parts of the optimizer except its step counts, for the current parameters and
+        the `named` ones. `layout` and `masters` are the result of `_lay_out`. Collective.
 
-        All parts of the optimizer except its step counts are replaced. Existing buckets keep their
-        shard boundaries and their bytes; the values of masters, moments and delayed scales are
-        kept.
+        Existing buckets keep their shard boundaries and their bytes. The values of masters, moments
+        and delayed scales are kept.
         """
         config, group, device = self._config, self._group, masters.master.device
-        self._begun_from_codes += [name for name, parameter, _ in named if _was_trained(parameter)]
+        self._initialised_from_codes += [name for name, parameter, _ in named if _has_lost_masters(parameter)]
         masters.initialise()
         for _, parameter, _ in named:
             take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
-                # The weight gradient is computed in it.
+                # Backward passes then compute the weight gradient in FP32.
                 parameter.grad_dtype = torch.float32
-        older = self._layout.buckets
+        old_buckets = self._layout.buckets
         self._layout, self._masters = layout, masters
         self._named += named
         names = [name for name, _, _ in self._named]
         self._counts.add_groups(len(self.param_groups) - len(self._counts.before))
         self._claim = take_over(self._named, f"a {self.NAME}")
-        self._place_weights(older)
+        self._place_weights(old_buckets)
         order = LogicalOrder(layout.gradients, names, group, device) if config.deterministic else None
         norms = ParameterNorms(layout.gradients, self._reduction_group, order, device)
         dtype = shard_dtype(layout, config)
@@ -213,9 +229,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._skipped = SkippedSteps(self._counts.taken, group)
         # The norm to which gradients were clipped since the last step, as a text that ranks
-        # compare.
+        # compare. Empty if they were not clipped.
         self._clipped = ""
-        # The last sum of squares, with the version of the gradients at that time.
+        # The sum of squares of the gradients, with the version of the gradients that it is of. None
+        # from a step until the sum is first needed.
         self._square_sum: tuple[int, Tensor] | None = None
         is_compact = config.state == "compact"
         self._state = ZeroState(
@@ -230,24 +247,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.averages = Averages(self._masters.master, self._counts.taken, self._state, self._driver, self._reducer)
         self._register_prechecks()
         self._driver.refresh()
-        # Comes last: steps raise as long as it differs from `param_groups`.
+        # Set last. Steps raise as long as it differs from `param_groups`.
         self._listed = listed_parameters(self.param_groups)
 
-    def _place_weights(self, older: Sequence[Bucket]) -> None:
-        """Place the weights of all buckets after the `older` ones, whose bytes stay, in flat
-        buffers, and prepare the casts of all weights. Collective.
+    def _place_weights(self, old_buckets: Sequence[Bucket]) -> None:
+        """Place the weights of new buckets in flat buffers, and prepare the casts of all weights.
+        The flat buffers of `old_buckets`, which come first in the layout, stay. Collective.
         """
         buckets, device = self._layout.buckets, self._masters.master.device
-        placed: list[BucketBytes] = []
+        old_buffers: list[BucketBytes] = []
         delayed: dict[str, dict[str, Tensor]] = {}
-        if older:
-            placed, delayed = self._weights.buffers, self._plan.delayed.state_dict()
-        starts = {before.start: now.start for before, now in zip(older, buckets, strict=False)}
-        for buffer in placed:
-            # After a switch of formats several buffers may have parts of one bucket.
-            buffer.move_to(starts[buffer.bucket.start])
-        added = [BucketBytes(bucket, device) for bucket in buckets[len(older) :]]
-        self._weights = ShardedWeights([*placed, *added], self._masters, self._group, self._config, self._claim)
+        if old_buckets:
+            old_buffers = self._weights.buffers
+            delayed = self._plan.delayed.state_dict()
+        # Where the shard of an old bucket begins in the masters, before and now.
+        new_starts = {old.start: new.start for old, new in zip(old_buckets, buckets, strict=False)}
+        for buffer in old_buffers:
+            # After a switch of formats several buffers may belong to one bucket.
+            buffer.move_to(new_starts[buffer.bucket.start])
+        new_buffers = [BucketBytes(bucket, device) for bucket in buckets[len(old_buckets) :]]
+        self._weights = ShardedWeights(
+            [*old_buffers, *new_buffers], self._masters, self._group, self._config, self._claim
+        )
         self._driver = self._weights.driver
         self._plan = self._driver.plan
         if delayed:
@@ -264,16 +285,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update masters, moments and weights once. A non-finite gradient anywhere skips it on
-        every rank, nothing changed.
+        """Update masters, moments and weights once. Returns the result of `closure`, or None.
 
-        Consumes the gradients: the next backward pass starts from zero. The gradient of a parameter
-        whose `grad` is None counts as zero. Returns the result of `closure`, or None. An exception
-        before masters are written (an unreduced gradient, out of memory) changes nothing: call
-        `zero_grad()` and continue. After a later exception every call raises until a state is
-        loaded.
+        If a gradient on any rank is not finite, all ranks skip the step, and nothing changes.
+
+        The step consumes the gradients: the next backward pass starts from zero. The gradient of a
+        parameter whose `grad` is None counts as zero.
+
+        An exception before masters are written (an unreduced gradient, out of memory) changes
+        nothing: call `zero_grad()` and continue. After a later exception every call raises until a
+        state is loaded.
         """
-        # A graph would hold neither the hooks of gradients nor the CPU's part of a cast.
+        # torch.compile would put neither the hooks of gradients nor the CPU's part of a cast into
+        # its graph.
         step = self._step_between_graphs if torch.compiler.is_compiling() else self._step
         return step(closure)
 
@@ -318,20 +342,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Do the CPU's part of a step before the device's. Raises with nothing changed.
 
         It reduces gradients, reads hyperparameters and finds where the weights are. `clipped`
-        describes the norm to which a graph clips. Errors that may occur on this rank only
-        (parameter groups, hyperparameters, averages) are raised on all ranks by the cast
-        (`Plan.ready`).
+        describes the norm to which a captured graph is going to clip. Errors that may occur on this
+        rank only (parameter groups, hyperparameters, averages) are passed to the cast, which raises
+        them on all ranks (`Plan.ready`).
         """
-        # These errors are the same on all ranks, or were raised before.
+        # These two raise on all ranks or on none.
         self._validity.check(Use.STEP)
         self._plan.check_before_collective()
         self._skipped.before_step()
-        # Before other collectives, since other ranks reduce in their backward pass, and a rank
-        # without any gradient here.
+        # This comes before other collectives. A rank without any gradient runs here the reductions
+        # that other ranks have run in their backward pass.
         self._reducer.finish()
         self._untrained.after_steps(self._steps)
-        if self._begun_from_codes:
-            self._warn_of_codes()
+        if self._initialised_from_codes:
+            self._warn_of_lost_masters()
         averaged, problem = "", None
         try:
             self._check_parameters_are_listed()
@@ -341,22 +365,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             problem = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
-        same = f"{problem or self._hyperparameters.description}{self._described()}{averaged}"
-        self._driver.ready(f"{clipped or self._clipped}{changed} with {same}", problem)
+        settings = f"{problem or self._hyperparameters.description}{self._other_hyperparameters()}{averaged}"
+        # Ranks compare this text. They must clip, change gradients and update alike.
+        self._driver.ready(f"{clipped or self._clipped}{changed} with {settings}", problem)
         if debugging():
             self._reducer.check_same_call(f"steps with {hyperparameters_by_name(self.param_groups)}")
 
-    def _warn_of_codes(self) -> None:
-        """Warn before the first step if FP32 masters of an earlier optimizer were left behind."""
+    def _warn_of_lost_masters(self) -> None:
+        """Warn, before the first step, that FP32 masters of an earlier optimizer were not used."""
         if self._group.rank == 0:
             logger.warning(
                 "the masters of %d quantized weights of a %s, the first is %s, began as the values of their codes, without the "
                 "FP32 values that an earlier optimizer or plan had: load its state before the first step, or use that optimizer",
-                len(self._begun_from_codes),
+                len(self._initialised_from_codes),
                 self.NAME,
-                self._begun_from_codes[0],
+                self._initialised_from_codes[0],
             )
-        self._begun_from_codes.clear()
+        self._initialised_from_codes.clear()
 
     def _check_parameters_are_ours(self, use: Use) -> None:
         """Raise RuntimeError if a newer optimizer has taken a parameter over."""
@@ -375,11 +400,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
 
     def _check_unwritten(self, use: Use) -> None:
-        """Raise RuntimeError for parameters that other code has written: masters do not have these
+        """Raise RuntimeError if other code has written parameters, since masters do not have these
         values. A step checks this separately.
 
-        An optimizer that was taken over can be saved, for the newer one to load, until that one has
-        changed the parameters.
+        An optimizer that was taken over can still be saved, for the newer one to load, until that
+        one has changed the parameters.
         """
         try:
             self._weights.gather.check()
@@ -389,16 +414,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
 
     def _prepare_captured(self, max_norm: float | None) -> None:
-        """Prepare a captured step. A graph that clips overwrites the factor of an earlier clip."""
+        """Do the CPU's part of a captured step before the device's."""
         self._prepare("" if max_norm is None else f", clipped to {max_norm:.6g}")
         if max_norm is not None:
+            # The graph overwrites the factor of an earlier clip, so that must be applied before.
             self._apply_clip()
 
     def _finish(self) -> None:
         """Do the CPU's part of a step after the device's: drop the gradients, and verify all live
         bytes after every `verify_every` steps.
         """
-        # Averages are updated on the device. If that raises, the step is only partly done.
+        # If the update of averages raises, the step is only partly done.
         with self._plan.validity.transaction("an optimizer step"):
             self.averages.after_step()
             self._skipped.after_step()
@@ -414,8 +440,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the coming step's gradients so that their global norm is at most `max_norm`;
-        returns the norm before, f32[].
+        """Scale the gradients of the next step so that their global norm is at most `max_norm`.
+        Returns the norm before scaling, f32[].
 
         The norm is computed over the averaged gradients of all ranks. As in torch, the factor is
         `max_norm / (norm + 1e-6)`, at most 1. `torch.nn.utils.clip_grad_norm_` does the same, but
@@ -433,7 +459,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm
 
     def _apply_clip(self) -> None:
-        """Apply a clip that is due; the gradients then have the norm they were clipped to."""
+        """Multiply the gradients by the factor of an earlier clip, if it is not applied yet."""
         if self._device.apply_clip():
             self._reducer.gradients.mark_all_changed()
 
@@ -449,7 +475,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        # A weight's __torch_function__ would otherwise run at every access of a gradient.
+        # Otherwise each access of a gradient would run the weight's __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
@@ -508,7 +534,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def shared_amaxes(self) -> dict[str, SharedAmax]:
-        """The weights that share a tensor amax, by the name of each."""
+        """The weights that share a tensor amax, keyed by the name of each of them."""
         return self._weights.shared_amaxes()
 
     @property
@@ -517,9 +543,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device, and logs new skipped steps.
         """
         count = int(self._skipped_count)
-        if count > self._reported and self._group.rank == 0:
-            logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
-        self._reported = count
+        new = count - self._logged_skipped
+        if new > 0 and self._group.rank == 0:
+            logger.warning("%d steps skipped for non-finite gradients, %d in all", new, count)
+        self._logged_skipped = count
         return count
 
     @property
@@ -552,9 +579,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return state
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """Return the keys and shapes of `state_dict`, for a reader that fills them, also after a
-        step that failed partway. `kept` tells what the reader has of the moments of each
-        parameter.
+        """Return tensors with the keys and shapes of `state_dict`, for a reader that overwrites
+        them. Unlike `state_dict`, this works after a step that failed partway. `kept` describes the
+        moments that the reader has of each parameter.
         """
         return self._state.as_dict(kept)
 
@@ -564,11 +591,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Overwrite the state while the context is open. After an exception in it the optimizer
-        must load a state before it continues.
+        """Return a context in which the caller overwrites the state. After an exception in it the
+        optimizer must load a state before it continues.
         """
         self._validity.check(Use.LOAD)
-        # True if a reader of checkpoints has opened this context around `load_state_dict`.
+        # True if a checkpoint reader has opened this context and calls `load_state_dict` in it.
         nested = self._validity.is_writing
         if self._validity.partial:
             self.zero_grad()
@@ -599,12 +626,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             taken = int(self._counts.taken)
             self._caller.number = taken + 1
             self._skipped.restart(taken)
-            # On a GPU some ranks may have finished a step that others could not make.
+            # Some ranks may have finished a step that others could not make. Counting from 0 makes
+            # the counts of all ranks equal.
             self._steps = 0
-            self._begun_from_codes.clear()
+            self._initialised_from_codes.clear()
             self._driver.refresh()
         if self._counts.before != before:
-            # Graphs hold keys of random numbers, which depend on these counts.
+            # Graphs contain keys of random numbers, which depend on these counts.
             self._record_again()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -630,17 +658,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._is_built:
             super().add_param_group(param_group)
             return
-        count = len(self.param_groups)
-        given, named, problem = [], [], None
+        old_count = len(self.param_groups)
+        problem: Exception | None = None
+        given: list[Any] = []
+        named: list[Named] = []
         try:
             self._check_between_steps(Use.ADD)
             given = listed([param_group])
             (group,) = self._with_rules(trainable(given))
             super().add_param_group(group)
-            named = [each for each in validated(self.param_groups, self._stage) if each[2] == count]
+            new_index = old_count
+            named = [entry for entry in validated(self.param_groups, self._stage) if entry[2] == new_index]
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
-            parts = self._lay_out(named)
+            layout, masters = self._lay_out(named)
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {describe(parameter)}" for name, parameter, _ in named]
@@ -648,22 +679,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             validate_across_ranks(self._group, lines, problem, f"adds parameters to a {self.NAME}", settings)
         except BaseException:
-            del self.param_groups[count:]
+            del self.param_groups[old_count:]
             raise
-        masters, averages = self._masters, self.averages
-        self._build(named, *parts)
+        old_masters, old_averages = self._masters, self.averages
+        self._build(named, layout, masters)
         self._skipped.restart(int(self._counts.taken))
         trained = [parameter for _, parameter, _ in self._named]
         self._frozen.add(frozen(given), trained)
         self._untrained.add(frozen(given), trained)
-        averages.move_to(self.averages, lambda flat: self._masters.completed(flat, masters))
+        old_averages.move_to(self.averages, lambda flat: self._masters.completed(flat, old_masters))
         self._record_again()
 
 
-def _was_trained(parameter: Tensor) -> bool:
-    """Return True for a quantized weight that was cast from masters, which it does not have any
-    more.
-    """
+def _has_lost_masters(parameter: Tensor) -> bool:
+    """Return True for a quantized weight that was cast from FP32 masters which no longer exist."""
     if not isinstance(parameter, QuantizedWeight) or parameter.high_precision_init_val is not None:
         return False
     return parameter.state.has_master and parameter.state.validity.casts > 0
