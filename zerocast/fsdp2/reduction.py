@@ -1,14 +1,14 @@
-"""How the gradients of a group get into the memory that FSDP2 reduces.
+"""Faster kernels for two steps of FSDP2's gradient reduction, with the same bits.
 
-FSDP2 lays them out by rank, in the dtype of the reduction, by the op `fsdp::chunk_cat`. On a GPU
-that makes a table of thread blocks and copies it to the device. With the gradients of a block of
-Llama 3 8B and two ranks that takes the CPU 0.9 ms, and the kernel 1.7 times as long as a copy of
-the same number of bytes. So the backend `cuda` does it in a launch that needs no table, with the
-same bits.
+`lay_out` replaces the op `fsdp::chunk_cat`, by which FSDP2 copies the gradients of a group into the
+input of the reduce-scatter, ordered by rank and in the dtype of the reduction. On a GPU that op
+makes a table of thread blocks and copies it to the device. With the gradients of a block of Llama 3
+8B and two ranks that takes the CPU 0.9 ms, and the kernel takes 1.7 times as long as a copy of the
+same number of bytes. The backend `cuda` has a kernel that needs no table.
 
-FSDP2 adds the gradients of micro-batches up in the dtype of the reduction. Torch's kernel for an
-FP32 and a bf16 operand takes 1.7 times as long as a copy of the same number of bytes, so the kernel
-of the backend does this too (`accumulate`).
+`accumulate` adds the gradients of micro-batches in the dtype of the reduction. Torch's kernel for
+an FP32 and a bf16 operand takes 1.7 times as long as a copy of the same number of bytes, so the
+kernel of the backend does this too.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,10 @@ class ReductionInput(Tensor):
 
 
 def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """Lay out gradients as the op does with these arguments, if the backend can.
-    Otherwise return False: where rows are left over, for which the op adds zeros, for gradients of
-    several dtypes, and for dtypes other than FP32 and bf16.
+    """Fill `out` as the op does with these arguments, and return True, if the backend can.
+
+    Return False if the rows of a gradient do not divide into equal chunks (the op adds zeros), for
+    gradients of several dtypes, and for dtypes other than FP32 and bf16.
     """
     dtype = gradients[0].dtype
     if dim or dtype not in (torch.bfloat16, torch.float32) or out.dtype not in (dtype, torch.float32):
@@ -58,10 +59,12 @@ def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
 
 
 def accumulate(gradient: Tensor, total: Tensor | None) -> Tensor | None:
-    """Add a gradient to `total` in place, or return it in FP32 if there is no total yet. Return
-    None and do nothing if that is left to FSDP2: for other operands than a bf16 gradient and an
-    FP32 total that are contiguous, for a gradient that can be differentiated, and on devices whose
-    backend has no kernel for it.
+    """Add a gradient to `total` in place and return it, or return the gradient in FP32 if there is
+    no total yet.
+
+    Return None, with nothing done, if FSDP2 must do it: for operands other than a contiguous bf16
+    gradient and a contiguous FP32 total, for a gradient that can be differentiated, and if the
+    backend of the device has no kernel for it.
     """
     if type(gradient) is not Tensor or gradient.dtype is not torch.bfloat16 or not gradient.is_contiguous():
         return None
@@ -81,28 +84,30 @@ def accumulate(gradient: Tensor, total: Tensor | None) -> Tensor | None:
 
 
 class LaidOutReduceScatter:
-    """A reduce-scatter of FSDP2, `inner`, whose input is a ReductionInput. It serves one reduction.
+    """Wraps FSDP2's reduce-scatter `inner` for one reduction, whose input becomes a ReductionInput.
 
-    That allocates its input first and then its result, which stays a plain tensor: all of it is
-    read by views. In a different order the op would run, with the same result.
+    FSDP2 allocates the input first and the output second. The output stays a plain tensor, since
+    FSDP2 takes views of it. If FSDP2 allocated the output first, `fsdp::chunk_cat` would run, with
+    the same result.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._first: Tensor | None = None
+        # The plain tensor of the input. None until it is allocated.
+        self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory of the reduction."""
+        """Allocate the input of the reduction in the first call, and its output in the second."""
         memory: Tensor = self._inner.allocate(size, dtype=dtype, device=device)
-        if self._first is not None:
+        if self._input is not None:
             return memory
-        self._first = memory
+        self._input = memory
         return memory.as_subclass(ReductionInput)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce and scatter the gradients."""
-        # Such an input is the first allocation, as it came from `inner`.
-        source = self._first if type(input_tensor) is ReductionInput else input_tensor
+        # `inner` gets the tensor that it has allocated, without the subclass.
+        source = self._input if type(input_tensor) is ReductionInput else input_tensor
         return self._inner(output_tensor=output_tensor, input_tensor=source, group=group, op=op, async_op=async_op)

@@ -41,14 +41,24 @@ def shard_dtype(layout: Layout, config: ZeroConfig) -> torch.dtype:
 
 
 class GradientShard:
-    """`flat` holds the elements in the layout of the masters; `version` counts their changes.
+    """The reduced gradients of this rank's shard, in the layout of the masters.
 
-    They are f32, or bf16 until something would round them (`shard_dtype`): `widen` is called before
-    gradients are added to them or changed in place, and they stay f32 afterwards.
+    The elements are f32, or bf16 until something would round them (`shard_dtype`). `widen` is
+    called before gradients are added to them or changed in place, and they stay f32 afterwards.
 
-    `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the
-    elements by a factor that is still to be applied and says whether there was one. The reducer is
-    not kept alive.
+    Args:
+        reducer: the reducer that fills the shard. It is not kept alive.
+
+    Attributes:
+        flat: the elements, a flat tensor. `widen` replaces it.
+        parts: the part of each parameter, in the order of buckets. Fixed.
+        version: the number of changes of the elements so far.
+        changes: the number of gradients that the user has written to, or removed from their
+            parameters, since the last step.
+        keeps_local: True while the unreduced gradients of this rank are kept after their arrival:
+            inside no_sync, and with stage 1 until reduced gradients change.
+        apply_clip: multiplies the elements by the factor of a clip that was not applied yet, and
+            returns True if there was one. Set by the optimizer.
     """
 
     def __init__(
@@ -62,23 +72,25 @@ class GradientShard:
     ) -> None:
         self.flat = torch.zeros(flat_numel(list(buckets)), dtype=dtype, device=device)
         self.version = 0
-        # The gradients that the user has written to, or removed from their parameters, since the
-        # last step.
         self.changes = 0
         self.keeps_local = False
         self.apply_clip: Callable[[], bool] = bool
         self._owner = weakref.ref(reducer)
         self._buckets, self._group, self._norms = list(buckets), group, norms
-        me = weakref.ref(self)  # gradients live as long as the parameters do
+        # Gradients live as long as the parameters, which may be longer than this object.
+        weak_self = weakref.ref(self)
         self.parts: list[GradientPart] = []
-        self._places: dict[GradientPart, tuple[Bucket, Slot]] = {}
+        self._bucket_and_slot: dict[GradientPart, tuple[Bucket, Slot]] = {}
+        # The tensor that is `p.grad` after a reduction, by part. Fixed.
+        self._reduced: dict[GradientPart, ReducedGradient] = {}
         for bucket in buckets:
             for slot in bucket.slots:
-                part = GradientPart(slot.name, slot.offset, slot.numel, *bucket.owned(slot, group.rank), me)
-                self._places[part] = bucket, slot
+                span, start = bucket.owned(slot, group.rank)
+                part = GradientPart(slot.name, slot.offset, slot.numel, span, start, weak_self)
                 self.parts.append(part)
-        self._parameters = [slot.parameter for _, slot in self._places.values()]
-        self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
+                self._bucket_and_slot[part] = bucket, slot
+                self._reduced[part] = ReducedGradient.of(part, slot.parameter)
+        self._parameters = [slot.parameter for _, slot in self._bucket_and_slot.values()]
 
     def widen(self) -> None:
         """Convert the elements to FP32, in which they stay. No reduction may be in flight."""
@@ -92,15 +104,15 @@ class GradientShard:
             )
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
-        """Move the gradient from `p.grad` of a parameter; `reduced` is True if a reduced one was
-        there before.
+        """Move the gradient of this rank from `p.grad` to the part, and put the reduced one there.
+        `reduced` is True if the reduced one was there before.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            part.collect(self._places[part][1].parameter, self._placed[part], reduced)
+            part.collect(self._bucket_and_slot[part][1].parameter, self._reduced[part], reduced)
 
     def is_frozen(self, part: GradientPart) -> bool:
         """Return True if the parameter no longer requires a gradient."""
-        return not self._places[part][1].parameter.requires_grad
+        return not self._bucket_and_slot[part][1].parameter.requires_grad
 
     def collect_all(self, reduced: bool) -> None:
         """Call `collect` for every parameter whose `p.grad` is not its reduced gradient. Afterwards
@@ -118,7 +130,7 @@ class GradientShard:
         """
         removed = []
         for part in self._displaced_parts():
-            if self._places[part][1].parameter.grad is not None:
+            if self._bucket_and_slot[part][1].parameter.grad is not None:
                 raise RuntimeError(
                     f"p.grad of {part.name} was replaced after it was reduced, and this would not be averaged over the ranks: "
                     "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets a new one be accumulated"
@@ -131,7 +143,8 @@ class GradientShard:
     def _displaced_parts(self) -> list[GradientPart]:
         """Return the parts whose reduced gradient is no longer `p.grad` of the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            return list(compress(self.parts, map(operator.is_not, map(_grad, self._parameters), self._placed.values())))
+            is_displaced = map(operator.is_not, map(_grad, self._parameters), self._reduced.values())
+            return list(compress(self.parts, is_displaced))
 
     def drop_local(self) -> None:
         """Drop the unreduced gradients of this rank."""
@@ -173,7 +186,7 @@ class GradientShard:
         """Record that the caller has written to `view(part)`. Called on all ranks, also on those
         that own no element of it.
         """
-        self._count(part)
+        self._mark_part_changed(part)
         self.changes += 1
         self._reducer().mark_modified()
 
@@ -184,9 +197,9 @@ class GradientShard:
         self._reducer().wait()
         part.local, part.forgotten = None, False
         self._elements(part).zero_()
-        self._count(part)
+        self._mark_part_changed(part)
 
-    def _count(self, part: GradientPart) -> None:
+    def _mark_part_changed(self, part: GradientPart) -> None:
         self.version += 1
         self._norms.changed(part.name)
 
@@ -202,14 +215,15 @@ class GradientShard:
         """Return the full gradient, f32, flat. Collective."""
         self._make_ready()
         check_same_call(self._group, f"gathers the gradient of {part.name}")
-        (bucket, slot), ranks = self._places[part], range(self._group.size)
-        lengths = [bucket.owned(slot, rank)[0].numel for rank in ranks]
-        mine = torch.zeros(max(lengths), dtype=torch.float32, device=self.flat.device)
-        mine[: part.span.numel].copy_(self._elements(part))
-        full = mine.new_empty(len(ranks) * max(lengths))
-        self._group.all_gather_into(full, mine)
-        pieces = full.view(len(ranks), -1).unbind()
-        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+        bucket, slot = self._bucket_and_slot[part]
+        lengths = [bucket.owned(slot, rank)[0].numel for rank in range(self._group.size)]
+        # Ranks own different numbers of elements, so each sends as many as the largest part has.
+        padded = torch.zeros(max(lengths), dtype=torch.float32, device=self.flat.device)
+        padded[: part.span.numel].copy_(self._elements(part))
+        gathered = padded.new_empty(self._group.size * max(lengths))
+        self._group.all_gather_into(gathered, padded)
+        by_rank = gathered.view(self._group.size, -1).unbind()
+        return torch.cat([elements[:length] for elements, length in zip(by_rank, lengths, strict=True)])
 
     def finite_everywhere(self, found_inf: Tensor) -> None:
         """Set a flag on all ranks if it is set on any. Collective."""
