@@ -1,6 +1,7 @@
-"""Internals of FSDP2 that differ between versions of torch.
+"""Access to internals of FSDP2, which differ between versions of torch.
 
-`GatheredByGroup` and `GroupOfWeights` replace the classes of FSDP2's own objects.
+`GatheredByGroup` and `GroupOfWeights` replace the classes of FSDP2's own FSDPParam and
+FSDPParamGroup objects.
 """
 
 import contextlib
@@ -45,14 +46,17 @@ def groups_at(module: nn.Module) -> Iterator[Any]:
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Yield (name, parameter, the dtype that it computes in) of each parameter once. A parameter
-    that a forward pass has left gathered is sharded here too.
+    """Yield (name, sharded parameter, the dtype that it computes in) once per parameter, also for
+    parameters that a forward pass has left gathered.
     """
-    params = [param for group in groups(model) for param in group.fsdp_params]
-    sharded = {id(getattr(param, "_unsharded_param", param.sharded_param)): param for param in params}
-    sharded |= {id(param.sharded_param): param for param in params}
+    # Modules have either the gathered or the sharded parameter of an FSDPParam.
+    param_of: dict[int, Any] = {}
+    for group in groups(model):
+        for param in group.fsdp_params:
+            param_of[id(getattr(param, "_unsharded_param", param.sharded_param))] = param
+            param_of[id(param.sharded_param)] = param
     for name, parameter in model.named_parameters():
-        param = sharded.get(id(parameter))
+        param = param_of.get(id(parameter))
         if param is None:
             yield name, parameter, parameter.dtype
         else:
@@ -158,31 +162,31 @@ def while_gathered(group: Any) -> Iterator[None]:
 def has_unreduced_gradient(param: Any) -> bool:
     """Return True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
-    # Before torch 2.15 this gradient is apart from the parameter. Later versions use the name for
-    # something else.
+    # Before torch 2.15 FSDP2 keeps this gradient separate from the parameter. Later versions use
+    # the name for something else.
     accumulated = getattr(param, "unsharded_accumulated_grad", None)
     with torch._C.DisableTorchFunctionSubclass():
         return accumulated is not None or (gathered is not None and gathered.grad is not None)
 
 
 class GatheredByGroup(FSDPParam):
-    """The FSDPParam of a prepared weight. Its ParamGroup makes the bytes that a gather sends, and
-    handles the gathered bytes, for all its weights together.
+    """The FSDPParam of a prepared weight. Its ParamGroup supplies the bytes that a gather sends and
+    processes the gathered bytes, for all weights of the group together.
 
     FSDP2's hooks do this for one weight at a time. Around each call FSDP2 inspects the hook's
-    signature and takes sizes and views, which costs more CPU time than the hook itself. Only the
-    first gather uses hooks: it allocates the memory and the parameter that modules see. Later ones
-    ask only the first weight (`GroupOfWeights`).
+    signature and takes sizes and views, which costs more CPU time than the hook itself. So only the
+    first gather uses hooks, which allocate the memory and the parameter that modules see. Later
+    gathers call only the first weight (`GroupOfWeights`).
 
     Attributes:
-        memory: the tensor, if any, that has the outputs of all weights, so that one storage is
-            allocated and freed for them. Empty for weights other than the first. None if each
-            output has separate memory.
-        gathered_into: the outputs of all weights, which FSDP2 sees while it copies to them. It sees
-            `memory` instead while it frees the gathered bytes. None until the first gather has
-            ended.
+        memory: a list of the one tensor that contains the outputs of all weights, so that FSDP2
+            allocates and frees one storage. Empty for weights other than the first. None if each
+            output has separate memory. Set in the first gather, reset by a switch of formats.
+        gathered_into: the outputs of all weights, which `all_gather_outputs` is while FSDP2 copies
+            to them. While FSDP2 frees the gathered bytes it is `memory`. None until the end of the
+            first gather.
         seen_as: the modules that have the parameter, with its name there. Empty if one of them has
-            its own `__setattr__`.
+            its own `__setattr__`. Fixed.
     """
 
     memory: list[Tensor] | None = None
@@ -229,8 +233,8 @@ class GatheredByGroup(FSDPParam):
                 self.all_gather_outputs = self.memory
             weight.receive_group()
 
-    # Torch 2.15 calls neither of these two: there autograd adds up the gradients of passes, in the
-    # dtype that they have.
+    # Torch 2.15 calls neither of these two. There autograd adds the gradients of several passes, in
+    # the dtype that they have.
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add the gradient of this pass to that of passes without a reduction, if there is one."""
         if self.unsharded_accumulated_grad is not None:
@@ -243,8 +247,8 @@ class GatheredByGroup(FSDPParam):
         super().to_accumulated_grad_if_needed()
 
     def _accumulate(self) -> None:
-        """Add the gradient to the accumulated one by the backend's kernel, or keep it in FP32 if it
-        is the first one. FSDP2's own code does this for gradients that `accumulate` does not take.
+        """Add the gradient to the accumulated one by the backend's kernel, or store it in FP32 if
+        it is the first one. If `accumulate` does not support it, FSDP2's own code does this.
         """
         gradient = self._unsharded_param.grad
         if gradient is None or self.reduce_dtype is not torch.float32:
@@ -255,8 +259,9 @@ class GatheredByGroup(FSDPParam):
             self._unsharded_param.grad = None
 
 
-# Gets (the gathered parameter, the weight) of an FSDPParam. Raises AttributeError before the first
-# gather, and if something has replaced the parameter by a plain one, which FSDP2 gathers as such.
+# Gets (the gathered parameter, the FSDPWeight) of an FSDPParam. Raises AttributeError before the
+# first gather, and if something has replaced the parameter by a plain one. FSDP2's own code then
+# gathers it.
 _gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local_tensor.weight")
 
 
@@ -325,24 +330,26 @@ def track_gathers(
 
 
 class GroupOfWeights(TrackedGroup):
-    """An FSDPParamGroup of prepared weights. It notifies `weights`, a weak reference to their
-    ParamGroup, when their products of a pass have ended.
+    """An FSDPParamGroup of prepared weights. It notifies their ParamGroup when the products of a
+    pass have ended.
 
-    After the first gather FSDP2 gathers all prepared weights as if they were the first one, which
-    then has the outputs of all. Otherwise FSDP2 would look for hooks, inputs and memory of each
-    parameter.
+    From the second gather on, FSDP2 gathers all prepared weights as one parameter: the first one,
+    which then has the inputs and outputs of all. Otherwise FSDP2 would look for hooks, inputs and
+    memory of each parameter. For that, `fsdp_params` is `merged_params` while FSDP2 gathers, and
+    `all_params` otherwise.
 
-    FSDP2 also reads the gradient of each gathered parameter. `__torch_function__` of their class is
-    disabled meanwhile, because it has nothing to do there.
+    FSDP2 reads the gradient of each gathered parameter. `__torch_function__` of their class is
+    disabled meanwhile, since it has nothing to do there and costs CPU time.
 
     Attributes:
-        each: all its FSDPParams.
-        prepared: the FSDPParams of prepared weights.
-        merged_params: `each` without the prepared ones but the first.
+        weights: a weak reference to the ParamGroup. Fixed.
+        all_params: all FSDPParams of the group. Fixed.
+        prepared: the FSDPParams of prepared weights. Fixed.
+        merged_params: `all_params` without the prepared ones other than the first. Fixed.
     """
 
     weights: Callable[[], Any]
-    each: list[Any]
+    all_params: list[Any]
     prepared: Sequence[Any]
     merged_params: list[Any]
 
@@ -362,24 +369,24 @@ class GroupOfWeights(TrackedGroup):
         try:
             super().unshard(async_op)
         finally:
-            self.fsdp_params = self.each
+            self.fsdp_params = self.all_params
 
     def wait_for_unshard(self) -> None:
         """Take the gathered bytes out of the buffer of the gather."""
         weights = self.weights()
-        self.fsdp_params = self.merged_params if weights is not None and weights.is_merged else self.each
+        self.fsdp_params = self.merged_params if weights is not None and weights.is_merged else self.all_params
         try:
             super().wait_for_unshard()
         finally:
-            self.fsdp_params = self.each
+            self.fsdp_params = self.all_params
 
     def _to_sharded(self) -> None:
         super()._to_sharded()  # type: ignore[no-untyped-call]
         self._end_round()
 
     def _to_unsharded(self) -> None:
-        # Modules see each parameter.
-        self.fsdp_params = self.each
+        # FSDP2 sets the gathered parameter of each FSDPParam on its modules.
+        self.fsdp_params = self.all_params
         with torch._C.DisableTorchFunctionSubclass():
             super()._to_unsharded()  # type: ignore[no-untyped-call]
 
@@ -389,7 +396,7 @@ class GroupOfWeights(TrackedGroup):
         reduce_scatter: Any = self._reduce_scatter_comm
         self._reduce_scatter_comm: Any = LaidOutReduceScatter(reduce_scatter)
         try:
-            # Hooks of users may need the functions of the class.
+            # Hooks of users may call functions on the class of the weights.
             with contextlib.nullcontext() if runs_hooks else torch._C.DisableTorchFunctionSubclass():
                 super().post_backward(*unused)
         finally:
@@ -403,15 +410,15 @@ class GroupOfWeights(TrackedGroup):
 
 
 class GroupOfInnerShards(GroupOfWeights):
-    """A GroupOfWeights of which some are sharded along a dimension other than the first.
+    """A GroupOfWeights in which some weights are sharded along a dimension other than the first.
 
-    FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
-    of 4 bits and metadata have different sizes. So zerocast presents their first dimension to it as
-    sharded, and leaves the gathered bytes in the order of ranks
+    To join such shards, FSDP2 views each gathered tensor in the shape of the parameter, but codes
+    of 4 bits and metadata have other sizes. So FSDP2 is shown a sharding of the first dimension,
+    leaves the gathered bytes in the order of ranks, and zerocast joins the shards
     (`zerocast.distributed.row_shards.InnerShards`).
 
     Attributes:
-        placements: the placements of these weights, by FSDPParam.
+        placements: the actual placements of these weights, by FSDPParam. Fixed.
     """
 
     placements: Mapping[Any, Shard]
@@ -433,18 +440,18 @@ _master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
 def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
-    """Replace the class of an FSDPParamGroup by GroupOfWeights, which notifies `weights`, the
-    ParamGroup of the FSDPParams `params`. Return True if it has no other prepared weights, as from
-    a second call of `prepare`.
+    """Make an FSDPParamGroup a GroupOfWeights that notifies `weights`, the ParamGroup of the
+    FSDPParams `params`. Return True if it has no other prepared weights, which a second call of
+    `prepare` could have made.
     """
     prepared = [param for param in group.fsdp_params if hasattr(param._sharded_local_tensor, "weight")]
     _, *others = params
     placements = {param: param.fsdp_placement for param in prepared if param.fsdp_placement.dim}
-    # This is its first gather, which has begun.
+    # This runs in the first gather of the group.
     track_gathers(group, prepared, True, GroupOfInnerShards if placements else GroupOfWeights)
     group.placements = placements
-    group.each, group.prepared = group.fsdp_params, params
-    group.merged_params = [param for param in group.each if param not in others]
+    group.all_params, group.prepared = group.fsdp_params, params
+    group.merged_params = [param for param in group.all_params if param not in others]
     group.weights = weakref.ref(weights)
     return len(prepared) == len(params)
 
@@ -461,16 +468,16 @@ def has_plain_writes(group: Any) -> bool:
 
 
 def gather_into(params: Iterable[Any], outputs: Iterable[Sequence[Tensor]], memory: Tensor) -> None:
-    """Let FSDP2 gather into these tensors in one `memory` as the outputs of each of the FSDPParams
-    of a group, in a first gather.
+    """Let the first gather of a group write into `outputs`, the tensors of each of its FSDPParams,
+    which are views of `memory`.
     """
-    of_first = [memory]
-    for param, of_param in zip(params, outputs, strict=True):
-        param.all_gather_outputs, param.memory, of_first = [*of_param], of_first, []
+    for index, (param, param_outputs) in enumerate(zip(params, outputs, strict=True)):
+        param.all_gather_outputs = [*param_outputs]
+        param.memory = [memory] if index == 0 else []
 
 
 def merge_params(params: Sequence[Any]) -> None:
-    """Let FSDP2 gather the outputs of all these FSDPParams as outputs of the first one."""
+    """Make the outputs of all these FSDPParams outputs of the first one."""
     first, *others = params
     outputs = [output for param in params for output in param.all_gather_outputs]
     for param in others:
@@ -488,9 +495,9 @@ def free(tensors: Iterable[Tensor]) -> None:
 
 
 def forget_gathered(param: Any) -> None:
-    """Let the next gather of an FSDPParam be like its first, which allocates memory and parameter.
+    """Let the next gather of an FSDPParam allocate memory and parameter as the first one did.
 
-    A backward pass of an earlier forward pass raises, as after any other write in place.
+    A backward pass of an earlier forward pass then raises, as after any other write in place.
     """
     gathered = vars(param).pop("_unsharded_param", None)
     saved_by_autograd = [gathered, getattr(gathered, "_local_tensor", None), *param.all_gather_outputs]

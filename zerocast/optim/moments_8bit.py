@@ -1,9 +1,9 @@
-"""Moments8bit: AdamW's moments in 8 bits (docs/formats/moments_8bit.md) of this rank's parts of
+"""Moments8bit: the 8-bit moments of AdamW (docs/formats/moments_8bit.md) for this rank's parts of
 weights.
 
-Groups of elements that share scales are defined on the full weight. The largest values of a group
-that straddles a shard boundary are reduced over the ranks, and only then are its moments rounded.
-So codes and scales equal the result of an unsharded step.
+The groups of elements that share a scale are defined on the full weight. If a shard boundary splits
+a group, the ranks reduce its largest values before they round its moments. So codes and scales
+equal the result of an unsharded step.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_gro
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """The part of a weight that this rank has.
+    """The part of a weight that this rank owns.
 
     Attributes:
         name: the weight's name, the key of its random numbers.
         columns: the columns of the weight's matrix.
-        spans: runs of elements of the full weight, none of them empty.
+        spans: the runs of elements of the full weight, none of them empty.
         offset: the offset of the first element in the flat tensors. The others follow it.
         param_group: the row of Adam's scalars.
-        cut: the index among all shared groups of each group that other ranks also have parts of.
+        cut: the groups that other ranks also have elements of, with their index in CutGroups.
     """
 
     name: str
@@ -43,13 +43,13 @@ class OwnedPart:
 
 
 class CutGroups:
-    """The groups that several ranks have parts of, with the same indices on all ranks.
+    """The groups that shard boundaries split, with the same indices on all ranks.
 
     Attributes:
         largest: f32 `[2, groups]`, the largest |m| and v of each in the current step.
 
     Args:
-        count: how many there are.
+        count: the number of groups.
         groups: the process groups over which values are reduced, one at a time.
         device: the device of the moments.
         wire: the type of the device that the groups reduce on, by default the type of `device`.
@@ -58,7 +58,7 @@ class CutGroups:
 
     def __init__(self, count: int, groups: Sequence[Group], device: torch.device, wire: str | None = None) -> None:
         self._groups = groups
-        # None if the values are on it.
+        # The type of the device to copy the values to for a reduction. None if they are on it.
         self._wire = None if wire in (None, device.type) else wire
         self.largest = torch.zeros(2, count, dtype=torch.float32, device=device)
 
@@ -138,29 +138,33 @@ class Moments8bit:
         scales keyed by name). A caller may fill the scales of all parameters, and the codes, and
         then calls `share_scales`.
         """
-        first = stop = place = 0
+        first = stop = scale_index = 0
         if name in self._pieces:
             (piece,) = self._pieces[name]
-            first, stop, place = _groups_that_begin(piece)
-        places = slice(place, place + stop - first)
-        return Span(first, stop), {"exp_avg_scale": self.scales[0, places], "exp_avg_sq_scale": self.scales[1, places]}
+            first, stop, scale_index = _groups_that_begin(piece)
+        begun = slice(scale_index, scale_index + stop - first)
+        return Span(first, stop), {"exp_avg_scale": self.scales[0, begun], "exp_avg_sq_scale": self.scales[1, begun]}
 
     def share_scales(self) -> None:
         """Copy the scales of shared groups from the ranks on which they begin. Collective."""
-        ends: list[tuple[int, int, bool]] = []
+        # For the first and the last group of each piece: (index in `cut_groups`, or -1; index of
+        # its scales; True if the group begins in the piece).
+        end_groups: list[tuple[int, int, bool]] = []
         for piece in itertools.chain(*self._pieces.values()):
-            first, stop, place = _groups_that_begin(piece)
-            last = piece[Piece.SCALE] + moment_groups(piece[Piece.START], piece[Piece.NUMEL], piece[Piece.COLUMNS]) - 1
-            ends += [(piece[Piece.CUT_FIRST], piece[Piece.SCALE], place == piece[Piece.SCALE])]
-            ends += [(piece[Piece.CUT_LAST], last, stop > first)]
+            first, stop, scale_index = _groups_that_begin(piece)
+            first_scale = piece[Piece.SCALE]
+            last_scale = first_scale + moment_groups(piece[Piece.START], piece[Piece.NUMEL], piece[Piece.COLUMNS]) - 1
+            end_groups.append((piece[Piece.CUT_FIRST], first_scale, scale_index == first_scale))
+            end_groups.append((piece[Piece.CUT_LAST], last_scale, stop > first))
+        # Only the rank on which a group begins contributes its scales, so the maximum copies them.
         self.cut_groups.begin()
-        for cut, place, begins in ends:
-            if cut >= 0 and begins:
-                self.cut_groups.largest[:, cut] = self.scales[:, place]
+        for cut_index, scale_index, begins in end_groups:
+            if cut_index >= 0 and begins:
+                self.cut_groups.largest[:, cut_index] = self.scales[:, scale_index]
         self.cut_groups.reduce()
-        for cut, place, _ in ends:
-            if cut >= 0:
-                self.scales[:, place] = self.cut_groups.largest[:, cut]
+        for cut_index, scale_index, _ in end_groups:
+            if cut_index >= 0:
+                self.scales[:, scale_index] = self.cut_groups.largest[:, cut_index]
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int], finishes: bool) -> None:
         """Store results of `values`, of all parameters. `counts` are the steps of each parameter

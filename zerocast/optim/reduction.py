@@ -150,7 +150,8 @@ class Reduction:
         # The event after which `target` has the result, if a stream writes it.
         self._written: torch.cuda.Event | None = None
         # Quantizing copies a gradient at once, so it may always read it in place.
-        full = pending.packed(allow_view=finishes_in_pass or config.grad_wire is not None)
+        allow_view = finishes_in_pass or config.grad_wire is not None
+        full = pending.packed(allow_view)
         pending.gradients.clear()
         if config.grad_wire:
             self._quantized = QuantizedReduceScatter(full, group, config.backend, what)
