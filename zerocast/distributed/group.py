@@ -72,8 +72,8 @@ class Flight:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, or a single process without one. Collectives over one rank do nothing but
-    copy their input.
+    """A process group, or a single process without one. Collectives over one rank only copy their
+    input.
 
     Attributes:
         handle: torch's process group; None for a single process.
@@ -139,10 +139,11 @@ class Group:
             return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
     def cpu_twin(self) -> "Group":
-        """Return a process group of the same ranks for messages of the CPU, over gloo. Its
-        collectives have no order with those of this group, and a GPU takes no part in them: NCCL
-        would make the twin's first communication wait for what this group has in flight.
-        Collective, since the first call makes it.
+        """Return a gloo group of the same ranks, for messages between CPUs. Collective, since the
+        first call makes it.
+
+        Its collectives have no order with those of this group, and no GPU takes part in them. With
+        NCCL the first communication of the twin would wait for what this group has in flight.
         """
         if self.handle is None or self.size == 1:
             return self
@@ -153,13 +154,14 @@ class Group:
 
     @contextlib.contextmanager
     def _counting_alike(self) -> Iterator[None]:
-        """Let torch count the same number of groups on every rank while this context is open, and
-        more than ever before.
+        """While the context is open, torch counts the same number of groups on every rank, and more
+        than ever before.
 
         torch names a new group by its ranks and by the number of groups that the process is in, or
-        from 2.14 on by the number that it has made. Ranks find each other by this name. They would
-        not if one rank is in more groups or has made more. And after a group was destroyed, a new
-        group could get its name, and with it the addresses that the store still has.
+        from 2.14 on by the number that it has made. Ranks find each other by this name, so they
+        would fail to if one rank is in more groups or has made more. Also, after a group was
+        destroyed, a new group could get its name, and with it the addresses that the store still
+        has.
         """
         global _most_groups  # noqa: PLW0603
         world = dist.distributed_c10d._world
@@ -206,14 +208,16 @@ class Group:
             raise _like(error, text) from error
 
     def all_reduce_max(self, tensor: Tensor, what: str = "", async_op: bool = False) -> Flight | None:
-        """MAX in place. Callers never pass NaN, since results could then differ between ranks."""
+        """Reduce by MAX, in place. Callers never pass NaN, with which results could differ between
+        ranks.
+        """
         if self.size == 1:
             return None
         what = what or _described(tensor)
         return self._start("all-reduce", what, dist.all_reduce, tensor, dist.ReduceOp.MAX, async_op=async_op)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
-        """SUM in place; the communication library chooses the order of additions."""
+        """Reduce by SUM, in place. The communication library chooses the order of additions."""
         if self.size > 1:
             with self.failing("all-reduce", what or _described(tensor)):
                 dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
@@ -241,7 +245,7 @@ class Group:
         if self.size == 1:
             out.copy_(part)
             return None
-        # The name since torch 2.13, else the older one.
+        # torch 2.13 has renamed it.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self._start("all-gather", what or _described(part), all_gather, out, part, async_op=async_op)
 
@@ -253,7 +257,7 @@ class Group:
         if self.size == 1:
             out.copy_(full)
             return None
-        # The name since torch 2.13, else the older one.
+        # torch 2.13 has renamed it.
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         what = what or _described(full)
         return self._start("reduce-scatter", what, reduce_scatter, out, full, dist.ReduceOp.AVG, async_op=async_op)
@@ -266,11 +270,12 @@ class Group:
         what: str = "",
         lengths: tuple[list[int], list[int]] | None = None,
     ) -> Flight | None:
-        """Send part r of `full` to rank r; `out` receives the parts for this rank, by sender.
+        """Send part r of `full` to rank r. `out` receives the parts for this rank, in the order of
+        their senders.
 
-        Parts are of equal length, unless `lengths` gives the elements of (received parts, sent
-        parts) by rank, which may be 0. The lengths of all ranks must fit; nothing here compares
-        them.
+        Parts are of equal length unless `lengths` is given: the numbers of elements of the received
+        parts and of the sent parts, by rank, which may be 0. The lengths of all ranks must match.
+        This is not checked.
         """
         if self.size == 1:
             out.copy_(full)

@@ -1,29 +1,31 @@
-"""The wire format of a gather: which rows of a weight a rank holds, the bytes that it sends of the
-weights that FSDP2 gathers together, with the same layout on all ranks, and the destinations of
-gathered bytes.
+"""The wire format of a gather: the bytes that a rank sends for the weights that FSDP2 gathers
+together, and the buffers that the gathered bytes are copied to. All ranks have the same layout.
 
-FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less
-at the end: a shard may be short or empty, and a boundary may split a block row. Rows here are the
-rows of the weight as a matrix. A rank sends:
+FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension, with `C = ceil(M / world)`. The
+last shards may be short or empty, and a boundary between shards may split a block row. In the
+following, rows are those of the weight as a matrix. A rank sends:
 
     codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | metadata of 0, 1, 2, ...
 
 The codes of each weight and direction are a separate output of its hook, so that gathered codes are
 in the order of the weight and need no copy. The metadata of all weights is one output, the last one
-of the first weight, since each output costs CPU time. It is a header (the status of the rank and
-the number of its cast), the scalars of the tensor, and the scales of the block rows that the rank
-owns. Padding and replication of scales (docs/formats/common.md) are added after the gather. In a
-shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to 2.13), so there
-the codes of both directions are one output, and the metadata follows the codes of the first weight.
+of the first weight, since each output costs CPU time. The metadata of a weight consists of a header
+(the status of the rank and the number of its cast), the scalars of the tensor, and the scales of
+the block rows that the rank owns. Padding and replication of scales (docs/formats/common.md) are
+added after the gather.
+
+In a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to 2.13). So
+the codes of both directions are one output there, and the metadata follows the codes of the first
+weight.
 
 Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in the
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
 aligned.
 
 A weight may be sharded along a dimension other than the first (`Shard(1)` of `shard_placement_fn`).
-Each rank then has an *inner shard*, which it casts as a weight by itself, as a rank casts its slice
-under tensor parallelism. Gathers return the inner shards in the order of ranks, and codes and
-scales are copied to where they belong in the weight.
+Each rank then has an *inner shard*, which it casts as a weight by itself, like a slice under tensor
+parallelism. Gathers return the inner shards in the order of ranks, and codes and scales are then
+copied to their places in the weight.
 
 Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
 (`cast_group.py`), a rank keeps the metadata between gathers and no codes.
@@ -79,7 +81,7 @@ class GatherLayout:
 
     @functools.cached_property
     def _code_sizes(self) -> list[int]:
-        """The bytes of the codes that are kept of each weight."""
+        """The number of bytes of kept codes for each weight. 0 if codes are not kept."""
         return [weight.codes_nbytes if self.keep_codes else 0 for weight in self.weights]
 
     @property
@@ -88,7 +90,7 @@ class GatherLayout:
 
     @property
     def _takes_one_output(self) -> bool:
-        """True if FSDP2 takes one output of a weight."""
+        """True if FSDP2 takes only one output of each weight."""
         return self.geometries[0].world == 1
 
     def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
@@ -107,8 +109,8 @@ class GatherLayout:
         ]
 
     def outputs(self, buffer: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of `buffer` that the hook of each weight hands to FSDP2. Codes that
-        are not kept go before them.
+        """Return the tensors of `buffer` that the hook of each weight returns to FSDP2. If codes
+        are not kept, the hook returns those of this gather before them.
         """
         if self._takes_one_output:
             first, *others = self._code_sizes
@@ -154,10 +156,10 @@ def header_of(metadata: Tensor) -> Tensor:
 
 
 class ScaleFill:
-    """Puts the gathered scales of a `region` from the `metadata` `[world, bytes]` into a weight's
-    `buffer`.
+    """Copies the gathered scales of a `region` from `metadata` `[world, bytes]` to the `buffer` of
+    a weight.
 
-    All addresses are found once: FSDP2 allocates the same tensors at every gather.
+    The views are made once, since FSDP2 gives the same tensors memory at every gather.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class ScaleFill:
         self._pads = buffer.numel() > blocks * height * block_columns * width
         used = buffer[: blocks * height, : block_columns * width]
         target = used.unflatten(1, (block_columns, width)).unflatten(0, (blocks, height))
-        # The rank and index of each block row. None if no boundary splits any.
+        # The owner and its index of each block row. None if shards consist of whole block rows.
         self._owners: tuple[Tensor, ...] | None = None
         if inner_shards is not None:
             self._copies = [inner_shards.copy_of_scales(target, region.view(metadata))]
@@ -193,8 +195,8 @@ class ScaleFill:
         self._copies = [(target, sent.expand_as(target)) for target, sent in self._copies]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs (target, source) whose copies fill the buffer, except padding, with the
-        scales of the last gather.
+        """Return pairs (target, source). Copying them fills the buffer, except its padding, with
+        the scales of the last gather.
         """
         if self._owners is None:
             return self._copies
@@ -207,8 +209,8 @@ class ScaleFill:
 
 
 class RowFill:
-    """Fills a `buffer` `[rows, bytes]` with rows of the `metadata`, whose indices `index` says in
-    units.
+    """Copies rows of `metadata` to a `buffer` `[rows, bytes]`. `index` contains the offset of each
+    row in the metadata, in units of UNIT bytes.
     """
 
     def __init__(self, metadata: Tensor, buffer: Tensor, index: Tensor) -> None:
@@ -251,8 +253,14 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
 
 
 class InnerShardCodes(NamedTuple):
-    """The codes `name` of the weight at `weight_index`, `gathered` in `inner_shards`, which are
-    copied to a buffer `joined`.
+    """The codes of a weight in inner shards, which must be joined after a gather.
+
+    Attributes:
+        weight_index: the index of the weight in its group.
+        name: the name of the codes' buffer.
+        inner_shards: the shards of all ranks.
+        gathered: the gathered codes, in the order of ranks.
+        joined: the buffer to copy them to.
     """
 
     weight_index: int
@@ -263,8 +271,8 @@ class InnerShardCodes(NamedTuple):
 
 
 class GatheredMetadata:
-    """The gathered `metadata` `[world, bytes]` of some weights, and the buffers that they fill.
-    FSDP2 gives the same tensors memory at every gather.
+    """The gathered `metadata` `[world, bytes]` of the weights of a group, and the buffers that are
+    filled from it. All tensors are made once. FSDP2 gives them memory at every gather.
 
     Attributes:
         headers: the headers of each weight, int32 `[world, 2]`.
@@ -273,8 +281,8 @@ class GatheredMetadata:
             shards.
         memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees. Empty
             if there are no buffers.
-        row_fills: the copies that fill the buffers without padding, one for all rows of a length.
-            Each other buffer of scales has a ScaleFill.
+        row_fills: the copies that fill buffers without padding, one copy for all rows of the same
+            length. Each other scale buffer has a ScaleFill.
         gathered_inner_codes: the gathered codes of weights in inner shards. Nothing reads them
             after `fill`.
     """
@@ -335,8 +343,8 @@ class GatheredMetadata:
             self.row_fills.append(RowFill(metadata, part, index))
 
     def fill(self) -> None:
-        """Fill all buffers with the bytes of the last gather. Autograd does not count the writes,
-        since they fill memory again that it has saved for a backward pass.
+        """Fill all buffers with the bytes of the last gather. The writes do not increment version
+        counters, since autograd may have saved the buffers for a backward pass.
         """
         if not self.memory:
             return

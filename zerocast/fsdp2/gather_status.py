@@ -1,19 +1,18 @@
-"""GatherStatus: detects, on every rank, gathered bytes of different casts and masters that were
-written after their cast.
+"""GatherStatus: detects, on every rank, that ranks sent bytes of different casts, or that masters
+were written after their cast.
 
-Every rank begins its bytes with a header, a `RankReport` with the number of its cast. Headers in
-CPU memory are read immediately. With headers on a GPU the CPU never waits for work that it has just
-launched: they are kept on the device, copied to pinned memory when a forward pass ends and before a
-cast, and are read before the next cast. So ranks that disagree raise up to a step later than on a
-CPU, and all of them at the same point of the program: before a cast that none of them takes part
-in. A forward pass without gradients, a state dict and `zerocast.verify` read the unread headers,
-and wait for them.
+The bytes of every rank include a header, a `RankReport` with the number of its cast. Headers in CPU
+memory are compared immediately. With headers on a GPU the CPU never waits for work that it has just
+launched. They are kept on the device, copied to pinned memory at the end of a forward pass and
+before a cast, and compared before the next cast. So ranks that disagree raise up to a step later
+than on a CPU, and all of them at the same point of the program, before the next cast. A forward
+pass without gradients, a state dict and `zerocast.verify` wait for all headers and compare them.
 
 Weights that a forward pass left gathered are not gathered again. Before the next forward pass the
 ranks exchange their statuses in a separate collective (`GatherStatus.exchange`).
 
-A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
-until the state is asked for: gathers continue, since one of them may be for `zerocast.verify`.
+A header also reports masters that were NaN or Inf in the cast. Gathers do not raise for that, since
+one of them may be for `zerocast.verify`. The next cast does, and so does a read of the state.
 """
 
 import atexit
@@ -34,7 +33,8 @@ from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 logger = logging.getLogger(__name__)
 
-# The passes and gathers of a step, or of a loop without steps, before the CPU reads the oldest.
+# The number of unread forward passes and gathers at which the CPU reads the oldest headers. A loop
+# without optimizer steps reaches it.
 MOST_PASSES = 16
 MOST_GATHERS = 1024
 # The time that a process that ends waits for headers that are being copied to the CPU.
@@ -59,27 +59,27 @@ class GatherStatus:
     def __init__(self, validity: Validity) -> None:
         self._validity = validity
         self.problem: Exception | None = None
-        # Headers of gathers that no copy has been started of, with the names of their weights. Each
-        # weight has one header per rank.
+        # Headers of gathers whose copy to the CPU has not been started, with the names of their
+        # weights. Each weight has one header per rank.
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
-        # Headers with their copies for the CPU, oldest first. Another stream than theirs may make
-        # the copy, so the headers are kept until the CPU has read it.
+        # Headers with their copies to the CPU, oldest first. The copy may run on another stream, so
+        # the headers are kept until the CPU has read it.
         self._sent: deque[tuple[list[tuple[tuple[str, ...], Tensor]], LateCopy]] = deque()
-        # Weights whose masters were not finite, with the number of their cast. An error that names
-        # them clears this.
+        # Weights whose masters were not finite, with the number of the cast. Cleared by the error
+        # that reports them.
         self._not_finite: dict[str, int] = {}
-        # The last cast whose masters an error has reported.
+        # The number of the last cast for which an error has reported masters that are not finite.
         self._reported_cast = 0
         self.is_overlooked = False
 
     def compare_headers(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
-        """Return True if masters of some weight were written to since the last cast on every rank
-        that has rows of it.
+        """Return True if all ranks that have rows of some weight have written to its masters since
+        the last cast.
 
         Headers on a CPU are compared immediately (`_compare`). Reading headers from a GPU makes the
-        CPU wait, so a rank reads them now only if its own statuses allow that all ranks have
-        written: its masters changed outside of an optimizer, or it has no rows of the weight. It
-        reads the other headers later, as all ranks do, and all raise then if they disagree.
+        CPU wait. A rank does so now only if all ranks may have written, as far as it knows: its own
+        masters changed outside of an optimizer, or it has no rows of the weight. Otherwise it reads
+        the headers later, as all ranks do, and all raise then if they disagree.
 
         Args:
             names: the weights.
@@ -108,7 +108,7 @@ class GatherStatus:
         return self.compare_headers(tuple(names), statuses, headers.transpose(0, 1).flatten(0, 1))
 
     def _compare(self, names: Sequence[str], headers: Tensor) -> bool:
-        """Return True if masters of some weight were written to on every rank that has rows of it.
+        """Return True if all ranks that have rows of some weight have written to its masters.
 
         Raises RuntimeError if only some of these ranks have written, if masters of some ranks are
         partial, if some could not make the last cast, and for bytes of different casts.
@@ -175,12 +175,12 @@ class GatherStatus:
 
     @staticmethod
     def reads_late(headers: Tensor) -> bool:
-        """Return whether the CPU would have to wait for these headers."""
+        """Return True if the CPU would have to wait for these headers."""
         return headers.is_cuda
 
     def note(self, names: tuple[str, ...], headers: Tensor) -> None:
-        """Keep the headers of these weights, to be read later. FSDP2 must not own their memory,
-        which it may free before.
+        """Keep the headers of these weights, to compare them later. They must be a copy, since
+        FSDP2 may free the gathered bytes before.
         """
         self._unsent.append((names, headers))
         _unread.add(self)
@@ -188,15 +188,15 @@ class GatherStatus:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """Start the copy of a forward pass's headers to the CPU."""
+        """Called at the end of a forward pass. Starts the copy of its headers to the CPU."""
         self._send()
         while len(self._sent) > MOST_PASSES:
             self._read_oldest()
 
     def next_step(self) -> None:
-        """Read the headers that were sent in the step that ends, and send those since. Raises
-        RuntimeError on every rank if ranks disagree in them, or if masters of the step were not
-        finite.
+        """Compare the headers whose copies were started in the step that ends, and start the copies
+        of the remaining ones. Raises RuntimeError on every rank if ranks disagree, or if masters of
+        the step were not finite.
         """
         while self._sent:
             self._read_oldest()
@@ -204,8 +204,8 @@ class GatherStatus:
         self.check_finite()
 
     def check_finite(self) -> None:
-        """Raise RuntimeError on every rank, once per cast, if headers that were read say that
-        masters were NaN or Inf.
+        """Raise RuntimeError on every rank, once per cast, if compared headers have reported
+        masters that were NaN or Inf.
         """
         if self._not_finite and not self.is_overlooked:
             names = list(self._not_finite)
@@ -227,8 +227,8 @@ class GatherStatus:
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
-        """Raise nothing for headers that are unread so far, while the context is open. It is for a
-        reader that may overwrite masters on all ranks, and that calls `forget` when it does.
+        """While the context is open, raise nothing for headers that are unread so far. It is for a
+        reader that may overwrite masters on all ranks, and then calls `forget`.
         """
         sent, unsent = list(self._sent), self._unsent
         self._sent, self._unsent, self.is_overlooked = deque(), [], True
@@ -240,8 +240,8 @@ class GatherStatus:
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """Raise RuntimeError for a disagreement, or for masters that were not finite, if no call
-        has raised for it yet. Headers that do not arrive in EXIT_SECONDS are left.
+        """Raise RuntimeError if ranks disagree, or masters were not finite, and no call has raised
+        for it yet. Headers that do not arrive within EXIT_SECONDS are ignored.
         """
         self._send()
         until = time.monotonic() + EXIT_SECONDS

@@ -74,12 +74,12 @@ class LogicalOrder:
 
 
 class ParameterNorms:
-    """The norm of each parameter's gradient over all ranks. One collective computes the norms of
-    all parameters, which are kept.
+    """Caches the norm of each parameter's gradient over all ranks. One collective computes the
+    norms of all parameters.
 
     Code that changes a gradient calls `changed`. The next read of that gradient's norm then
-    computes all norms again. So the calls before a read, which are the same on every rank,
-    determine if the read communicates.
+    computes all norms again. So only the calls before a read, which are the same on every rank,
+    determine whether the read communicates.
 
     Args:
         order: the order of summation of a deterministic norm, or None for the library's order.
@@ -88,14 +88,15 @@ class ParameterNorms:
     def __init__(self, buckets: list[Bucket], group: Group, order: LogicalOrder | None, device: torch.device) -> None:
         self._group = group
         self._order = order
-        # Of this rank's shard: the segment of each parameter, and the chunks of each segment.
+        # The index of each parameter's segment in this rank's shard, and the number of chunks of
+        # each segment. Fixed.
         lengths, self._segment_of = _segments(buckets, group.rank)
         self._lengths = torch.tensor(lengths, device=device)
         if order:
-            # The same in logical order, where each parameter is a segment.
+            # The same for the sums in logical order, where each parameter is a segment.
             self._logical_segment_of = {name: index for index, name in enumerate(order.chunks)}
             self._logical_lengths = torch.tensor(list(order.chunks.values()), device=device)
-        # Norms that are still valid: {norm_type: {parameter: norm}}.
+        # The norms that are still valid, by norm_type and name of the parameter.
         self._kept: dict[float, dict[str, Tensor]] = {}
 
     def read(self, shard: Tensor, name: str, norm_type: float) -> Tensor:

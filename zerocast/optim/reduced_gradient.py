@@ -1,5 +1,5 @@
-"""ReducedGradient: the tensor `parameter.grad` after a backward pass, which represents a gradient
-that is reduced over all ranks.
+"""ReducedGradient: the tensor that `parameter.grad` is after a backward pass. It represents the
+gradient that is reduced over all ranks.
 
 It has the shape and the dtype of the gradient, but no elements. This rank's elements are in the
 optimizer's flat shard. Norms are computed over the full gradient and are the same on every rank, so
@@ -33,22 +33,24 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 @dataclass(eq=False)
 class GradientPart:
-    """The gradient of one parameter.
+    """The gradient of one parameter, and the part of it that this rank owns.
 
     It has no reference to the parameter. A strong one would be a cycle, since the parameter refers
-    to its gradient, which refers to this part; and torch.utils.swap_tensors raises on a parameter
-    that has weak references.
+    to its gradient, which refers to this part. A weak one would make torch.utils.swap_tensors
+    raise.
 
     Attributes:
-        name: the name of the parameter.
+        name: the name of the parameter. Fixed, as are the next five.
         offset: the offset of the parameter in its bucket.
         numel: the number of elements of the full gradient.
         span: the elements that this rank owns.
-        start: their offset in the flat shard.
-        shard: the owner of the flat shard.
-        local: the unreduced gradient of this rank; with stage 1 also the part that is already
-            reduced. None without one.
-        forgotten: True if p.grad was removed from the parameter after it was reduced.
+        start: the offset of these elements in the flat shard.
+        shard: a weak reference to the owner of the flat shard.
+        local: the gradient of this rank that is still to be reduced. With stage 1 it includes what
+            earlier rounds have reduced, since a round reduces the total again. None if there is
+            none.
+        forgotten: True if the user has removed p.grad after it was reduced. The next reduction then
+            replaces the sum of earlier ones.
         summed: True if autograd has put the sum of `local` and a gradient on the parameter.
     """
 
@@ -114,7 +116,9 @@ class ReducedGradient(Tensor):
 
     @staticmethod
     def of(part: GradientPart, parameter: Tensor) -> "ReducedGradient":
-        """Return the gradient to put on a parameter, in the dtype that its gradients have."""
+        """Return the tensor to put on a parameter as its gradient, in the dtype of its
+        gradients.
+        """
         return ReducedGradient(part, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
 
     @staticmethod
@@ -167,14 +171,14 @@ class ReducedGradient(Tensor):
 
 
 def take_off(parameter: Tensor) -> None:
-    """Replace a reduced gradient on the parameter by the gradient that only autograd would have
-    left there: the one of this rank, or None.
+    """Replace a reduced gradient on the parameter by this rank's own gradient, or None. That is
+    what autograd alone would have left there.
     """
     if isinstance(parameter.grad, ReducedGradient):
         parameter.grad = parameter.grad.part.local
 
 
-# Methods of a tensor that have no operator, or none that reads elements.
+# Methods of a tensor that run no operator, or none that reads elements.
 _ASKED = {
     "size",
     "dim",
@@ -220,8 +224,8 @@ def _has_operator(func: Any, name: str) -> bool:
 
 
 def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
-    """Return the error for an operation that a reduced gradient does not have. It names calls to
-    use.
+    """Return the error for an operation that a reduced gradient does not support. It names calls
+    to use instead.
     """
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     of = next((f" of {leaf.part.name}" for leaf in leaves if isinstance(leaf, ReducedGradient)), "")
@@ -233,10 +237,10 @@ def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
 
 
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """Register the handler of an operator that has a ReducedGradient among its arguments."""
+    """Register the handler of an operator for arguments that include a ReducedGradient."""
     _HANDLERS[op] = handler
 
 
 def defined() -> frozenset[Any]:
-    """Return the operators that do not raise."""
+    """Return the operators that have a handler."""
     return frozenset(_HANDLERS)
