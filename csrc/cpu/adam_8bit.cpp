@@ -31,10 +31,12 @@ constexpr Numbers numbers() {
 constexpr Numbers kNumbers = numbers();
 
 // Adding 1.5 * 2**23 to a small float rounds it to an integer in the low mantissa bits.
-// kWholeOfFour is the bit pattern of 1.5 * 2**23 + 4.
 constexpr float kToWhole = 12582912.0f;
-constexpr int32_t kWholeOfFour = 0x4B400004;
-constexpr int32_t kSixteen = 0x41800000;
+constexpr float kToWholeLessFour = kToWhole - 4.0f;
+constexpr int32_t kLeastHeight = 0x41C60000;  // the bits of 24.75
+// Their sum is 1 / 259**4. Products of the first with squares up to 259**2 are exact.
+constexpr float kUnitHigh = 0x1.fp-33f;
+constexpr float kUnitLow = static_cast<float>(1.0 / fourth_power(259) - kUnitHigh);
 // Coefficients of the parabola with the smallest relative error (1/99) to 1 / x on [1/254, 2/254].
 constexpr float kParabola[] = {254.0f * 210.0f / 99.0f, -254.0f * 254.0f * 144.0f / 99.0f,
                                254.0f * 254.0f * 254.0f * 32.0f / 99.0f};

@@ -15,8 +15,10 @@ namespace {
 
 #if ZC_X86_LEVELS
 
+#undef ZC_FUSES
+#define ZC_FUSES 1
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2")
+#pragma GCC target("avx2,bmi,bmi2,fma")
 namespace zerocast::avx2 {
 namespace {
 #include ZC_LOOPS
@@ -24,10 +26,8 @@ namespace {
 }  // namespace zerocast::avx2
 #pragma GCC pop_options
 
-#undef ZC_FUSES
-#define ZC_FUSES 1
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,bmi,bmi2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 namespace zerocast::avx512 {
 namespace {
 #include ZC_LOOPS
