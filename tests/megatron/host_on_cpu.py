@@ -10,6 +10,7 @@
 
 import contextlib
 import queue
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -100,10 +101,26 @@ def cuda_on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_modelopt() -> Iterator[None]:
+    """Inside, modelopt cannot be imported for the first time. megatron.training imports it if it is there, which takes
+    seconds, and none of these tests uses it.
+    """
+    hidden = "modelopt" not in sys.modules
+    if hidden:
+        sys.modules["modelopt"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["modelopt"]
+
+
+@contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
     """Inside, the real DistributedDataParallel and DistributedOptimizer run on this rank of the default gloo group."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     assert dist.get_backend() == "gloo"
-    with mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()), cuda_on_cpu():
+    tracker = mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock())
+    with tracker, cuda_on_cpu(), without_modelopt():
         yield

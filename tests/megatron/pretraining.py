@@ -27,22 +27,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.megatron.host_on_cpu import WHY_NOT as NO_CORE
-from tests.megatron.host_on_cpu import cuda_on_cpu
+from tests.megatron.host_on_cpu import cuda_on_cpu, without_modelopt
 from tests.megatron.training import Case, Run
 from zerocast.integrations import megatron as integration
 
 WHY_NOT = NO_CORE
-# Megatron imports modelopt if it is there, which takes seconds, and none of these tests uses it.
-sys.modules.setdefault("modelopt", None)  # type: ignore[arg-type]
 try:
-    import megatron.training.training as loop
+    with without_modelopt():
+        import megatron.training.training as loop
     from megatron.core.datasets import utils as data_utils
     from megatron.core.tensor_parallel import random as random_states
 except Exception as error:
     WHY_NOT = WHY_NOT or f"megatron.training cannot be imported: {error}"
-finally:
-    if sys.modules["modelopt"] is None:
-        del sys.modules["modelopt"]
 try:  # what a script has of Megatron's
     from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
