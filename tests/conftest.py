@@ -20,7 +20,7 @@ from tests.devices import HERE, gpu_params
 from tests.hosts import record
 from tests.hosts.record import pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
-from tests.workers import Pool, Ranks, freeze_modules, preload
+from tests.workers import Pool, Ranks, fork_server, freeze_modules, preload
 from zerocast.weight import owners
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,20 +86,33 @@ def bind_arguments(item: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Collect no garbage while modules are imported: they stay, and collections took a sixth of the time."""
+    """Collect no garbage while modules are imported: they stay, and collections took a sixth of the time. Use one
+    thread, as each rank does: threads wait for each other longer than they compute at such small tensors.
+    """
     gc.disable()
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the modules, since every test module is imported by now, and give each process one thread, as
-    each rank has.
-    """
+    """Freeze the modules, since every test module is imported by now, and give one thread to commands that tests start."""
     freeze_modules()
     gc.enable()
-    torch.set_num_threads(1)
     # Commands that tests start read the variable. Where it is not set, Lightning's trainer sets it, and torch's threads as well, to
     # the number of cores: two processes of tests then wait for each other's threads until they end.
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
+    """Start the server of the ranks once all tests are imported, and before pytest changes what is logged and warned of."""
+    # The controller of pytest-xdist has no tests of its own.
+    if session.items and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        # What ranks print is captured as what tests print.
+        capture.resume_global_capture()
+        fork_server()
+        capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

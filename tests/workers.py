@@ -2,8 +2,9 @@
 
 A case is an importable function with its arguments; every rank calls it, inside a process group of gloo, or of NCCL with a GPU a
 rank, and what each returned comes back by rank. A failure on any rank, and a case that is late, fails the test and replaces the
-processes: nothing of a broken collective is left for the next case. Processes are forked from a server that has torch imported, and
-has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU. Between cases
+processes: nothing of a broken collective is left for the next case. Processes are forked from a server that is a fork of the tests'
+process after it has imported all tests, so a new pool costs little. Where there is a GPU, the server is a process that has torch
+imported and has not touched a GPU, and a pool of NCCL takes some seconds for what each process sets up on its GPU. Between cases
 the processes of gloo are stopped, since each polls its sockets: the idle pools of a session took two thirds of two cores. Where
 lines are counted, those of one rank of two are too.
 """
@@ -23,13 +24,16 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from coverage import Coverage
@@ -71,6 +75,39 @@ def preload(module: str) -> None:
     if not torch.cuda.is_available():
         _preloaded.insert(-1, module)
         context.set_forkserver_preload(_preloaded)
+
+
+def fork_server() -> None:
+    """Fork the server of the ranks from this process, so that ranks have all modules that it has imported. On a
+    machine with a GPU, for the reason that `preload` gives, and where lines are counted, the server is started anew.
+    """
+    import torch
+
+    if torch.cuda.is_available() or Coverage.current() is not None:
+        return
+    with patch.object(util, "spawnv_passfds", _fork), warnings.catch_warnings():
+        # Python 3.12 warns of threads, which may hold locks. Those of pytest-xdist and of numpy wait, and hold none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forkserver.ensure_running()
+
+
+def _fork(path: object, arguments: list[Any], kept: list[int]) -> int:
+    """Run a Python program, the last of the arguments, in a fork of this process. Returns the number of the new process."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        # Pipes and files of this process must close when it does. Their numbers stay taken: objects that the fork
+        # inherits close them some day, and would close what has the same number by then.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in (*kept, nowhere):
+                os.dup2(nowhere, number, inheritable=False)
+        # pytest has replaced them.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def threads(process: int | None) -> int:
