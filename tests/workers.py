@@ -79,7 +79,7 @@ def preload(module: str) -> None:
 
 def fork_server() -> None:
     """Fork the server of the ranks from this process, so that ranks have all modules that it has imported. On a
-    machine with a GPU, for the reason that `preload` gives, and where lines are counted, the server is started anew.
+    machine with a GPU, for the reason that `preload` gives, and where lines are counted, the first rank starts a new server.
     """
     import torch
 
