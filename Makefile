@@ -192,6 +192,6 @@ readers: $(VENV)/.dev
 	  || echo "the readers of exports could not be installed: their tests will be skipped"
 
 $(VENV)/.demo: $(VENV)/.python $(BUILT_FROM)
-	@echo "installing zerocast and what the examples need into $(VENV): torch is a large download"
-	$(filter-out --quiet,$(INSTALL)) --editable '.[examples]'
-	touch $@
+	@echo "installing zerocast and what the examples need into $(VENV): torch is a large download, so this takes some minutes"
+	@$(INSTALL) --editable '.[examples]'
+	@touch $@
