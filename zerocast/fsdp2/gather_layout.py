@@ -157,7 +157,7 @@ def header_of(metadata: Tensor) -> Tensor:
 
 class ScaleFill:
     """Copies the gathered scales of a `region` from `metadata` `[world, bytes]` to the `buffer` of
-    a weight.
+    a weight, and `padding` to the elements of the buffer that have no scale.
 
     The views are made once, since FSDP2 gives the same tensors memory at every gather.
     """
@@ -166,33 +166,23 @@ class ScaleFill:
         self, region: ScaleRegion, geometry: ShardGeometry, metadata: Tensor, buffer: Tensor, padding: float
     ) -> None:
         self._buffer = buffer
-        self._padding = padding
-        height, width = region.repeat
-        shards, inner_shards = geometry.scale_shards, geometry.inner_shards
-        blocks, block_columns = -(-shards.rows // region.height), region.block_columns
-        if inner_shards is not None and inner_shards.cuts_columns:
-            block_columns *= inner_shards.world
-        elif inner_shards is not None:
-            blocks *= inner_shards.world
-        self._pads = buffer.numel() > blocks * height * block_columns * width
-        used = buffer[: blocks * height, : block_columns * width]
-        target = used.unflatten(1, (block_columns, width)).unflatten(0, (blocks, height))
-        # The owner and its index of each block row. None if shards consist of whole block rows.
+        blocks = _blocks(buffer, region, geometry)
+        # None if every element has a scale.
+        self._padding = padding if blocks.numel() < buffer.numel() else None
+        # The rank that sends each block row, and the index of the block row there. None unless a
+        # boundary between shards splits a block row.
         self._owners: tuple[Tensor, ...] | None = None
-        if inner_shards is not None:
-            self._copies = [inner_shards.copy_of_scales(target, region.view(metadata))]
-            return
-        sent = region.view(metadata).unsqueeze(-1)
-        if shards.cut(region.height):
-            self._owners = tuple(torch.tensor(index, device=metadata.device) for index in shards.owners(region.height))
-            self._copies = [(target, sent)]
-            return
-        full, rest = divmod(blocks, region.count)
-        in_order = sent.unsqueeze(2)
-        self._copies = [(target[: full * region.count].unflatten(0, (full, region.count)), in_order[:full])]
-        if rest:
-            self._copies.append((target[full * region.count :], in_order[full, :rest]))
-        self._copies = [(target, sent.expand_as(target)) for target, sent in self._copies]
+        # Pairs (target, source). With `_owners`, the source is what they are looked up in.
+        self._copies: list[tuple[Tensor, Tensor]]
+        sent = region.view(metadata)
+        if geometry.inner_shards is not None:
+            self._copies = [geometry.inner_shards.copy_of_scales(blocks, sent)]
+        elif geometry.scale_shards.cut(region.height):
+            owners = geometry.scale_shards.owners(region.height)
+            self._owners = tuple(torch.tensor(index, device=metadata.device) for index in owners)
+            self._copies = [(blocks, sent)]
+        else:
+            self._copies = _copies_in_rank_order(blocks, sent)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs (target, source). Copying them fills the buffer, except its padding, with
@@ -200,12 +190,54 @@ class ScaleFill:
         """
         if self._owners is None:
             return self._copies
-        return [(target, sent[self._owners].unsqueeze(1).expand_as(target)) for target, sent in self._copies]
+        return [(blocks, _repeated(sent[self._owners], blocks)) for blocks, sent in self._copies]
 
     def pad(self) -> None:
         """Fill the buffer with its padding value if it has padding."""
-        if self._pads:
+        if self._padding is not None:
             self._buffer.fill_(self._padding)
+
+
+def _blocks(buffer: Tensor, region: ScaleRegion, geometry: ShardGeometry) -> Tensor:
+    """Return a view of a scale buffer without its padding, `[block rows, height, block columns,
+    width]`: each scale of `region` fills `height` rows and `width` columns.
+    """
+    block_rows = -(-geometry.scale_shards.rows // region.height)
+    block_columns = region.block_columns
+    # The region has the scales of one inner shard, and the buffer those of all.
+    inner_shards = geometry.inner_shards
+    if inner_shards is not None and inner_shards.cuts_columns:
+        block_columns *= inner_shards.world
+    elif inner_shards is not None:
+        block_rows *= inner_shards.world
+    height, width = region.repeat
+    without_padding = buffer[: block_rows * height, : block_columns * width]
+    blocks: Tensor = without_padding.unflatten(1, (block_columns, width)).unflatten(0, (block_rows, height))
+    return blocks
+
+
+def _copies_in_rank_order(blocks: Tensor, sent: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs (target, source) that fill `blocks` (`_blocks`) with the scales that all ranks
+    have `sent`, `[world, block rows, block columns]`.
+
+    The first ranks send as many block rows as fit, the next one sends the rest, and the others send
+    none.
+    """
+    most = sent.shape[1]
+    full_ranks, rest = divmod(blocks.shape[0], most)
+    of_full_ranks = blocks[: full_ranks * most].unflatten(0, (full_ranks, most))
+    copies = [(of_full_ranks, _repeated(sent[:full_ranks], of_full_ranks))]
+    if rest:
+        of_next_rank = blocks[full_ranks * most :]
+        copies.append((of_next_rank, _repeated(sent[full_ranks, :rest], of_next_rank)))
+    return copies
+
+
+def _repeated(scales: Tensor, blocks: Tensor) -> Tensor:
+    """Return a view of scales `[..., block rows, block columns]` in the shape of `blocks`, `[...,
+    block rows, height, block columns, width]`.
+    """
+    return scales.unsqueeze(-2).unsqueeze(-1).expand_as(blocks)
 
 
 class RowFill:
