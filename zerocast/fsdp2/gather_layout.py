@@ -302,6 +302,52 @@ class InnerShardCodes(NamedTuple):
     joined: Buffer
 
 
+def _inner_shard_codes(
+    layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]
+) -> Iterator[InnerShardCodes]:
+    """Yield the codes to join of all weights. `outputs` are the gathered tensors of each weight,
+    codes first.
+    """
+    for weight_index, layout in enumerate(layouts):
+        inner_shards = layout.geometry.inner_shards
+        if inner_shards is not None:
+            for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False):
+                yield InnerShardCodes(weight_index, name, inner_shards, gathered, joined)
+
+
+class SingleScales(NamedTuple):
+    """A scale buffer that is filled by itself (ScaleFill).
+
+    Attributes:
+        weight_index: the index of the weight in its group.
+        region: the scales in the metadata.
+        spec: the buffer.
+    """
+
+    weight_index: int
+    region: ScaleRegion
+    spec: Buffer
+
+
+def _scale_buffers(layouts: Sequence[WeightLayout]) -> tuple[list[SingleScales], list[tuple[RowsOfScales, ...]]]:
+    """Return (the scale buffers that are filled one by one; those that are filled row by row, in
+    groups of buffers with equally long rows).
+    """
+    single: list[SingleScales] = []
+    by_length: dict[int, list[RowsOfScales]] = {}
+    # The byte at which the metadata of the weight begins.
+    first = 0
+    for weight_index, layout in enumerate(layouts):
+        for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
+            rows = layout.scale_rows(region, spec, weight_index, first)
+            if rows is None:
+                single.append(SingleScales(weight_index, region, spec))
+            else:
+                by_length.setdefault(rows.row_bytes, []).append(rows)
+        first += layout.metadata_bytes
+    return single, [tuple(of_length) for of_length in by_length.values()]
+
+
 class GatheredMetadata:
     """The gathered `metadata` `[world, bytes]` of the weights of a group, and the buffers that are
     filled from it. All tensors are made once. FSDP2 gives them memory at every gather.
@@ -321,58 +367,45 @@ class GatheredMetadata:
 
     def __init__(self, layouts: Sequence[WeightLayout], metadata: Tensor, outputs: Sequence[Sequence[Tensor]]) -> None:
         """`outputs` are the gathered tensors of each weight, codes first."""
-        all_metadata = metadata.split([layout.metadata_bytes for layout in layouts], 1)
-        self.headers = list(map(header_of, all_metadata))
+        metadata_of_weights = metadata.split([layout.metadata_bytes for layout in layouts], 1)
+        self.headers = list(map(header_of, metadata_of_weights))
         # Rank 0 always has rows, so it sends the scalars of the weight.
-        self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, all_metadata, strict=True)]
+        self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, metadata_of_weights, strict=True)]
+
+        # One tensor is the memory of all buffers, so their sizes are found before any is made. The
+        # loops below take the buffers in the order of these specs.
+        inner_codes = list(_inner_shard_codes(layouts, outputs))
+        single_scales, rows_by_length = _scale_buffers(layouts)
+        specs = [codes.joined for codes in inner_codes]
+        specs += [scales.spec for scales in single_scales]
+        for all_rows in rows_by_length:
+            specs.append(Buffer((sum(rows.rows for rows in all_rows), all_rows[0].row_bytes), "uint8"))
+        memory, new_buffers = side_by_side(specs, metadata.device)
+        self.memory = [memory] if specs else []
         self.buffers: list[dict[str, Tensor]] = [{} for _ in layouts]
-        self.memory: list[Tensor] = []
-        self.row_fills: list[RowFill] = []
-        self._scale_fills: list[ScaleFill] = []
-        self._copies_of_codes: list[tuple[Tensor, Tensor]] = []
-        by_length: dict[int, list[RowsOfScales]] = {}
-        # Buffers that are filled one at a time: index of the weight, region, and its metadata.
-        padded: list[tuple[int, ScaleRegion, Tensor]] = []
-        specs: list[Buffer] = []
-        inner_codes = [
-            InnerShardCodes(weight_index, name, layout.geometry.inner_shards, gathered, joined)
-            for weight_index, layout in enumerate(layouts)
-            for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False)
-            if layout.geometry.inner_shards is not None
-        ]
-        first = 0
-        for weight_index, (layout, own_metadata) in enumerate(zip(layouts, all_metadata, strict=True)):
-            for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
-                rows = layout.scale_rows(region, spec, weight_index, first)
-                if rows is not None:
-                    by_length.setdefault(rows.row_bytes, []).append(rows)
-                    continue
-                padded.append((weight_index, region, own_metadata))
-                specs.append(spec)
-            first += layout.metadata_bytes
-        rows_of_length = [
-            Buffer((sum(rows.rows for rows in of_length), row_bytes), "uint8")
-            for row_bytes, of_length in by_length.items()
-        ]
-        all_specs = [*(codes.joined for codes in inner_codes), *specs, *rows_of_length]
-        memory, parts = side_by_side(all_specs, metadata.device)
-        if all_specs:
-            self.memory.append(memory)
-        for codes in inner_codes:
-            buffer = self.buffers[codes.weight_index][codes.name] = next(parts)
-            self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
+
         self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
-        for (weight_index, region, own_metadata), spec in zip(padded, specs, strict=True):
-            buffer = next(parts)
+        self._copies_of_codes: list[tuple[Tensor, Tensor]] = []
+        for codes in inner_codes:
+            buffer = next(new_buffers)
+            self.buffers[codes.weight_index][codes.name] = buffer
+            self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
+
+        self._scale_fills: list[ScaleFill] = []
+        for weight_index, region, spec in single_scales:
+            buffer = next(new_buffers)
             self.buffers[weight_index][region.name] = buffer
-            self._scale_fills.append(
-                ScaleFill(region, layouts[weight_index].geometry, own_metadata, buffer, spec.padding)
-            )
-        for of_length, part in zip(by_length.values(), parts, strict=True):
-            for rows, buffer in zip(of_length, part.split([rows.rows for rows in of_length]), strict=True):
+            geometry, own_metadata = layouts[weight_index].geometry, metadata_of_weights[weight_index]
+            self._scale_fills.append(ScaleFill(region, geometry, own_metadata, buffer, spec.padding))
+
+        self.row_fills: list[RowFill] = []
+        for all_rows in rows_by_length:
+            joint_buffer = next(new_buffers)
+            buffers = joint_buffer.split([rows.rows for rows in all_rows])
+            for rows, buffer in zip(all_rows, buffers, strict=True):
                 self.buffers[rows.weight_index][rows.name] = buffer.view(rows.dtype)
-            index = _index_of(tuple(of_length), metadata.shape[1], metadata.device)
-            self.row_fills.append(RowFill(metadata, part, index))
+            index = _index_of(all_rows, metadata.shape[1], metadata.device)
+            self.row_fills.append(RowFill(metadata, joint_buffer, index))
 
     def fill(self) -> None:
         """Fill all buffers with the bytes of the last gather. The writes do not increment version
