@@ -118,6 +118,12 @@ class AmaxLayout(Generic[Weight]):
         self._sources.append(sources.view(-1))
         self._targets.append(targets.view(-1))
 
+    def reduce_span_at(self, source: Span, target: Span) -> None:
+        """Reduce the own amaxes in the span `source` in the span `target`, which has as many
+        elements.
+        """
+        self.reduce_at(torch.arange(source.start, source.stop), torch.arange(target.start, target.stop))
+
     @property
     def exchanged(self) -> tuple[Tensor, Tensor]:
         """(offsets of own amaxes, offsets where they are reduced), i64."""

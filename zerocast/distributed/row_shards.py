@@ -121,6 +121,28 @@ def _cut(rows: int, chunk: int, height: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class AmaxGrid:
+    """The amaxes of a small weight in one direction, by rows of exchange blocks.
+
+    Attributes:
+        height: the rows of elements in a row of exchange blocks.
+        row_numel: the amaxes in a row of exchange blocks.
+        span: the amaxes of the grid, among all amaxes of the small weight.
+    """
+
+    height: int
+    row_numel: int
+    span: Span
+
+    def row(self, index: int) -> Span:
+        """Return the amaxes of one row of exchange blocks. The last row may have fewer than
+        others.
+        """
+        start = self.span.start + index * self.row_numel
+        return Span(start, min(start + self.row_numel, self.span.stop))
+
+
+@dataclass(frozen=True)
 class ShardGeometry:
     """The part of a weight of `columns` columns that `rank` casts, as a separate small weight.
     Equal shards compare equal.
@@ -227,17 +249,19 @@ class ShardGeometry:
         """
         return weight_amax_counts(self.format, self.shape(self.cast_rows)) if self.takes_part else (0, 0)
 
-    def grids(self) -> list[tuple[int, int, int]]:
-        """Return (height, amaxes, first amax among the amaxes of this weight) of a row of exchange
-        blocks, for each grid. The last row of a grid may have fewer amaxes.
+    def amax_grids(self) -> list[AmaxGrid]:
+        """Return the rowwise grid of amaxes and the own columnwise grid, as far as the format has
+        them.
         """
         grids, fmt = [], self.format
+        rowwise, columnwise = self.amax_counts
         if fmt.block and fmt.exchange_block:
             height = fmt.exchange_block[0]
             block_columns = amax_grid(fmt.block, self.rows, self.columns)[1]
-            grids.append((height, height // fmt.block[0] * block_columns, 0))
+            grids.append(AmaxGrid(height, height // fmt.block[0] * block_columns, Span(0, rowwise)))
         if fmt.columnwise_block:
-            grids.append((fmt.columnwise_block[0], self.columns, self.amax_counts[0]))
+            span = Span(rowwise, rowwise + columnwise)
+            grids.append(AmaxGrid(fmt.columnwise_block[0], self.columns, span))
         return grids
 
     @property

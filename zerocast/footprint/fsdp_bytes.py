@@ -134,8 +134,6 @@ def _cut_amaxes(weights: Sequence[Planned], shards: int) -> int:
     """
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):
-        cut = sum(
-            len(geometry.scale_shards.cut(height)) * block_columns for height, block_columns, _ in geometry.grids()
-        )
+        cut = sum(len(geometry.scale_shards.cut(grid.height)) * grid.row_numel for grid in geometry.amax_grids())
         total += 2 * (cut + geometry.has_tensor_amax)
     return total

@@ -72,17 +72,16 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
     if reduction.tp_size > 1:
         # Ranks of one slice get the flags of each other in headers, and the flags of other slices
         # here.
-        flags, reduced = (torch.arange(span.start, span.stop) for span in (layout.flags, layout.reserve(len(weights))))
-        layout.reduce_at(flags, reduced)
+        layout.reduce_span_at(layout.flags, layout.reserve(len(weights)))
     layout.place_maxima(groups)
     for weight in weights:
         # Two-level scales read the reduced amax at its offset, other scales where their own is.
         if weight.geometry.has_tensor_amax and weight.format.block is None:
-            place = layout.offsets[weight.name][0]
+            own_amax = layout.offsets[weight.name][0]
             if weight.name in layout.shared:
-                layout.receivers.append((place, layout.shared[weight.name]))
+                layout.receivers.append((own_amax, layout.shared[weight.name]))
             else:
-                layout.reduce_at(torch.tensor([place]), torch.tensor([layout.reserve(1).start]))
+                layout.reduce_span_at(Span(own_amax, own_amax + 1), layout.reserve(1))
         _reduce_split_rows(layout, weight, reduction)
     layout.reduced = Span(first, layout.size)
     return layout
@@ -93,19 +92,19 @@ def _reduce_split_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: R
     of.
     """
     geometry = weight.geometry
-    rowwise, columnwise = geometry.amax_counts
-    for height, block_columns, offset in geometry.grids():
-        touched = geometry.scale_shards.touched(geometry.rank, height)
-        cut = geometry.scale_shards.cut(height)
-        of_slices = layout.reserve(reduction.tp_size * len(cut) * block_columns)
-        target = of_slices.start + reduction.tp_rank * len(cut) * block_columns
-        source = layout.offsets[weight.name][0] + offset
-        end = rowwise if offset < rowwise else rowwise + columnwise
-        for index in range(bisect_left(cut, touched.start), bisect_left(cut, touched.stop)):
-            row = cut[index] - geometry.first_row // height
-            # The last row of a weight may have fewer amaxes.
-            amaxes = torch.arange(min(block_columns, end - offset - row * block_columns))
-            layout.reduce_at(source + row * block_columns + amaxes, target + index * block_columns + amaxes)
+    for grid in geometry.amax_grids():
+        split_rows = geometry.scale_shards.cut(grid.height)
+        # Each slice of tensor parallelism reduces its block rows at separate offsets.
+        slice_numel = len(split_rows) * grid.row_numel
+        all_slices = layout.reserve(reduction.tp_size * slice_numel)
+        own_slice = all_slices.start + reduction.tp_rank * slice_numel
+        touched = geometry.scale_shards.touched(geometry.rank, grid.height)
+        first_block_row = geometry.first_row // grid.height
+        for index in range(bisect_left(split_rows, touched.start), bisect_left(split_rows, touched.stop)):
+            amaxes = grid.row(split_rows[index] - first_block_row)
+            source = layout.offsets[weight.name][0] + amaxes.start
+            target = own_slice + index * grid.row_numel
+            layout.reduce_span_at(Span(source, source + amaxes.numel), Span(target, target + amaxes.numel))
 
 
 class StepAmaxes(PackedAmaxes[str]):
