@@ -19,8 +19,9 @@ from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.rank_report import ShardStatus
-from zerocast.distributed.row_shards import CODES
+from zerocast.distributed.row_shards import CODES, WeightLayout
 from zerocast.formats import AmaxPolicy
+from zerocast.formats.layout import Buffer
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.gather_layout import GatherLayout, side_by_side
 from zerocast.fsdp2.param_groups import ParamGroup
@@ -117,8 +118,8 @@ class CastGroup:
         scale_specs = [
             replace(spec, shape=(len(alike), *spec.shape))
             for layout, alike in groups_by_layout.items()
-            for weight in layout.weights
-            for _, spec in weight.scale_specs(weight.geometry.shape(weight.geometry.cast_rows))
+            for weight_layout in layout.weights
+            for _, spec in _stage_scales(weight_layout)
         ]
         # The scale buffers have memory during a cast only, until a graph uses them.
         self._scales, scale_buffers = side_by_side(scale_specs, self._device)
@@ -155,29 +156,28 @@ class CastGroup:
     def _make_shards(
         self, layout: GatherLayout, groups: Sequence[ParamGroup], send_buffers: Tensor, scale_buffers: Iterator[Tensor]
     ) -> None:
-        """Make the shards of groups with equal layouts, over `send_buffers`, `[groups, bytes]`, and
-        the next of `scale_buffers`.
+        """Make the shards of groups with equal layouts. The first dimension of `send_buffers`,
+        `[groups, bytes]`, and of the next of `scale_buffers` counts these groups.
         """
-        all_metadata = [metadata for _, metadata in layout.parts(send_buffers)]
-        parts_by_group = [layout.parts(buffer) for buffer in send_buffers]
-        weights_by_group = [group.weights for group in groups]
-        for weight_index, weight_layout in enumerate(layout.weights):
-            geometry = weight_layout.geometry
-            stage_scales = weight_layout.scale_specs(geometry.shape(geometry.cast_rows))
-            scales = {region.name: next(scale_buffers) for region, _ in stage_scales}
-            for group_index, weights in enumerate(weights_by_group):
-                weight = weights[weight_index]
-                codes, metadata = parts_by_group[group_index][weight_index]
-                # Codes that are not kept have no bytes here.
-                buffers = {"rowwise_data": metadata[:0]}
-                buffers |= {name: buffer[group_index] for name, buffer in scales.items()}
-                buffers |= weight_layout.scalars(metadata)
-                buffers |= self._delayed_buffers.get(weight.name, {})
-                shard = weight.shard_over(codes, buffers)
-                if weight.geometry.takes_part:
+        # For each weight of the layout, the weights of all groups that are sharded identically.
+        identical_weights = zip(*(group.weights for group in groups), strict=True)
+        parts = layout.parts(send_buffers)
+        for weight_layout, weights, (codes, metadata) in zip(layout.weights, identical_weights, parts, strict=True):
+            scales = {name: next(scale_buffers) for name, _ in _stage_scales(weight_layout)}
+            for index, weight in enumerate(weights):
+                buffers = {
+                    # If casts write no codes, this stays.
+                    "rowwise_data": metadata[index, :0],
+                    **{name: buffer[index] for name, buffer in scales.items()},
+                    **weight_layout.scalars(metadata[index]),
+                    **self._delayed_buffers.get(weight.name, {}),
+                }
+                shard = weight.shard_over([of_direction[index] for of_direction in codes], buffers)
+                if weight_layout.geometry.takes_part:
                     self.shards[weight.name] = shard
-            if geometry.takes_part:
-                for sent, computed in weight_layout.outgoing_scales(all_metadata[weight_index], scales):
+            if weight_layout.geometry.takes_part:
+                # One copy moves the scales of all these weights.
+                for sent, computed in weight_layout.outgoing_scales(metadata, scales):
                     self._sent_scales.append(sent)
                     self._computed_scales.append(computed)
 
@@ -440,6 +440,12 @@ def _tables_of(
             shared, flag = amaxes.shared.get(name, -1), amaxes.flag_of[name]
             tables.of(shard.weight).add_shard(shard, amaxes.offsets[name], shared=shared, flag=flag)
     return tables.freeze()
+
+
+def _stage_scales(layout: WeightLayout) -> list[tuple[str, Buffer]]:
+    """Return the name and spec of each scale buffer that the stages of a cast fill for a weight."""
+    geometry = layout.geometry
+    return [(region.name, spec) for region, spec in layout.scale_specs(geometry.shape(geometry.cast_rows))]
 
 
 def _allocate_delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
