@@ -4,13 +4,16 @@ bytes, another dtype, freed memory and table rows that point outside are errors 
 Every case is a recorded call of a cast with one argument changed.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerocast import CastPlan, QuantizedWeight, get_format
@@ -70,12 +73,8 @@ def told_of(stage: str, arguments: dict[str, Any]) -> dict[str, Any]:
     kinds = {argument.name: argument.kind for argument in ops.arguments_of(stage)}
     told: dict[str, Any] = {}
     for name, value in arguments.items():
-        if kinds[name] in cpu.LISTS:
-            (told[name],) = extension.memory_of_lists((value,))
-        elif kinds[name] in cpu.TENSORS:
-            told[name] = extension.memory(value)
-        elif kinds[name] != "skip":
-            told[name] = cpu._PLAIN[kinds[name]](value)
+        if kinds[name] != "skip":
+            told[name] = cpu.CONVERTERS[kinds[name]](value)
     return told
 
 
@@ -261,23 +260,44 @@ def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
 FREE = {("quantize_gradient", 0), ("add_gradients", 4)}
 
 
-def test_a_table_remembers_the_memory_of_its_bases() -> None:
-    """A base that has other memory is described again, and so is a list of another role."""
-    base, table = torch.zeros(64), torch.zeros(1, 1, dtype=torch.int64)
-    checks.know(table, {"masters": [base]})
-
-    def described(tensor: Tensor, name: str = "masters") -> extension.Memories:
-        (memory,) = extension.memory_of_lists([[tensor]], [name], table)
-        return memory
-
-    known = described(base)
-    assert known == ([base.data_ptr()], "float32", [256])
-    assert described(base) is known
-    assert described(base.view(torch.int32), "grads") == ([base.data_ptr()], "int32", [256])
-    other = torch.zeros(32)
-    assert described(other) == ([other.data_ptr()], "float32", [128])
+def test_a_bound_stage_reads_its_tensors_again_where_they_have_moved() -> None:
+    """Arguments that stay the same are checked and converted once for each place that their tensors are at."""
+    base, checked, taken = torch.zeros(64), [], []
+    converters = [(0, str), (1, extension.memories), (3, extension.memory)]
+    table = torch.zeros(1, 1)
+    made = [lambda fmt, table: (fmt, table)]
+    stage = extension.CompiledStage(lambda *told: taken.append(told), converters, id, table_place=2, from_table=made)
+    bound = extension.BoundStage(stage, {0: "fmt", 1: [base], 2: table}, lambda *arguments: checked.append(arguments))
+    other = torch.zeros(3)
+    bound(["text", [base], table, other])
+    bound(["text", [base], table, None])
+    first, second = taken
+    assert first == ("fmt", ([base.data_ptr()], "float32", [256]), extension.memory(other), ("fmt", table), id(table))
+    assert second[1] is first[1] and second[2] == extension.memory(None)
+    assert len(checked) == 1
     base.untyped_storage().resize_(0)
-    assert described(base)[0] == [base.data_ptr()] != known[0]
+    bound(["text", [base], table, other])
+    assert taken[2][1] == ([0], "float32", [256]) and len(checked) == 2
+
+
+@pytest.mark.parametrize("observed", [False, True], ids=["directly", "as ops"])
+def test_a_cast_calls_ops_only_where_they_are_observed(observed: bool) -> None:
+    """A cast of the CPU's backend writes the same bytes by ops as directly."""
+    master, weight = torch.randn(64 * 64), QuantizedWeight.empty(SHAPE, "fp8_block")
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    expected = QuantizedWeight.empty(SHAPE, "fp8_block")
+    CastPlan([expected], [master], [0], ONE_PROCESS, backend="reference").cast()
+    with mock.patch.object(ops, "_implementation", wraps=ops._implementation) as through_an_op:
+        plan.cast()
+        calls = through_an_op.call_count
+        with Recorded() if observed else contextlib.nullcontext():
+            plan.cast()
+        with profile(activities=[ProfilerActivity.CPU]) if observed else contextlib.nullcontext() as profiler:
+            plan.cast()
+    assert weight.rowwise_data.equal(expected.rowwise_data)
+    assert (through_an_op.call_count > calls) is observed
+    if observed:
+        assert "zerocast::partial_cast" in {event.key for event in profiler.key_averages()}
 
 
 @pytest.mark.parametrize("call", calls_without_a_table(), ids=lambda call: call[0])

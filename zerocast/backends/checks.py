@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.backends import extension
 from zerocast.backends.descriptor import WIDTH, Column, Piece, check_rows
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format, layout
 from zerocast.formats.memory import check_storage
@@ -42,17 +41,14 @@ _SCALARS = 8
 
 
 def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
-    """Remember on a table that its rows were checked for these bases, given by argument name, and
-    where they are. Ops then take the table with the same bases without a further check, and read
-    only their addresses.
+    """Remember on a table that its rows were checked for these bases, given by argument name. Ops
+    then take the table with the same bases without a further check.
     """
     # The tensors are kept alive together with their ids, since an id may be reused after a tensor
     # is freed.
     kept_bases = {name: list(tensors) for name, tensors in bases.items()}
     ids = {name: list(map(id, tensors)) for name, tensors in kept_bases.items()}
     table._zerocast_bases = ids, kept_bases  # type: ignore[attr-defined]
-    memory = extension.memory_of_lists(kept_bases.values())
-    setattr(table, extension.KNOWN_MEMORY, dict(zip(kept_bases, memory, strict=True)))
 
 
 def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:

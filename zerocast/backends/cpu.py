@@ -5,14 +5,14 @@ This module converts tensors to addresses and values to plain data, as the table
 each stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, memory, nbytes
+from zerocast.backends.extension import DTYPES, CompiledStage, Converter, memories, memory, nbytes
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
@@ -21,51 +21,27 @@ PREFERENCE = 1
 _C = extension.load()
 format_of = extension.format_maker(_C)
 
-# How each kind of argument is passed to the extension: tensors and lists of tensors by their
-# memory, the others by these functions. `clip` is read here: on a CPU it is no wait.
+# How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
 TENSORS = ("typed", "flat", "data", "optional", "messages", "table", "pieces", "groups", "scalars")
 LISTS = ("bases", "typed_bases")
-_PLAIN: dict[str, Callable[[Any], Any]] = {"format": format_of, "dtype": DTYPES.__getitem__}
-_PLAIN |= {"clip": float, "int": int, "bool": bool}
+CONVERTERS: dict[str, Converter] = {**dict.fromkeys(TENSORS, memory), **dict.fromkeys(LISTS, memories)}
+CONVERTERS |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
 
 
-def _stage(name: str) -> Callable[..., None]:
-    """Wrap a stage of the extension to take tensors instead of addresses and sizes.
+def _threads(_: Tensor) -> int:
+    return torch.get_num_threads()
 
-    The wrapper takes the arguments of its table entry by position. It does nothing if `skip`, the
-    last argument of some stages, holds True.
+
+def _stage(name: str) -> CompiledStage:
+    """Return a stage of the extension for tensors. It does nothing if `skip`, the last argument of
+    some stages, holds True.
     """
-    arguments_of = ops.arguments_of(name)
-    passed = [argument for argument in arguments_of if argument.kind != "skip"]
-    takes_skip = len(passed) < len(arguments_of)
+    arguments = ops.arguments_of(name)
+    passed = [argument for argument in arguments if argument.kind != "skip"]
     entry = extension.stage(_C.cpu, name, (*(argument.name for argument in passed), "threads"))
-    tensor_places = [place for place, argument in enumerate(passed) if argument.kind in TENSORS]
-    list_places = [place for place, argument in enumerate(passed) if argument.kind in LISTS]
-    list_names = [passed[place].name for place in list_places]
-    table_place = next((place for place, argument in enumerate(passed) if argument.kind == "table"), None)
-    converters = [(place, _PLAIN[argument.kind]) for place, argument in enumerate(passed) if argument.kind in _PLAIN]
-
-    def run(*arguments: Any) -> None:
-        if takes_skip and arguments[-1] is not None and bool(arguments[-1]):
-            return
-        # `skip`, which comes last, is dropped here.
-        values: list[Any] = [*arguments[: len(passed)]]
-        table = None if table_place is None else values[table_place]
-        lists = extension.memory_of_lists(map(values.__getitem__, list_places), list_names, table)
-        for place, described in zip(list_places, lists, strict=True):
-            values[place] = described
-        for place in tensor_places:
-            tensor = values[place]
-            if tensor is not None and tensor.is_contiguous():
-                # As `memory` returns it, without a call.
-                values[place] = tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
-            else:
-                values[place] = memory(tensor)
-        for place, convert in converters:
-            values[place] = convert(values[place])
-        entry(*values, torch.get_num_threads())
-
-    return run
+    converters = [(place, CONVERTERS[argument.kind]) for place, argument in enumerate(passed)]
+    skip_place = len(passed) if len(passed) < len(arguments) else None
+    return CompiledStage(entry, converters, _threads, skip_place=skip_place)
 
 
 partial_amax = _stage("partial_amax")
@@ -87,8 +63,8 @@ def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
         # Codes may have an FP8 dtype. Their contiguity was checked.
         row_codes = list(map(Tensor.data_ptr, row_data)), "uint8", list(map(nbytes, row_data))
         codes = list(map(Tensor.data_ptr, data)), "uint8", list(map(nbytes, data))
-        row_memory, memory_of_scales = extension.memory_of_lists((row_scales if scales else (), scales))
-        _C.cpu.transpose(plain, plain_table, row_codes, row_memory, codes, memory_of_scales, torch.get_num_threads())
+        row_memory = memories(row_scales if scales else ())
+        _C.cpu.transpose(plain, plain_table, row_codes, row_memory, codes, memories(scales), torch.get_num_threads())
 
     return run
 
@@ -101,8 +77,8 @@ _upcast_together = extension.stage(_C.cpu, "upcast_together", (*extension.UPCAST
 def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
     """Run the stage `upcast` for several weights in one call (`ops.upcast_together`)."""
     scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
-    sources = extension.memory_of_lists((data, scale_inv, amaxes))
-    targets = extension.memory_of_lists((codes, group_scale_inv))
+    sources = map(memories, (data, scale_inv, amaxes))
+    targets = map(memories, (codes, group_scale_inv))
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, torch.get_num_threads())
 
 

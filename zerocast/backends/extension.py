@@ -7,7 +7,8 @@ import importlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,9 +22,8 @@ from zerocast.plugins import KERNELS, plugins
 # (address, name of the dtype, bytes) of a tensor, and of a list of tensors of one dtype.
 Memory = tuple[int, str, int]
 Memories = tuple[list[int], str, list[int]]
-
-# The attribute of a table with the memory of its bases, keyed by the name of the argument.
-KNOWN_MEMORY = "_zerocast_memory"
+# Converts an argument of a stage to what the extension takes.
+Converter = Callable[[Any], Any]
 
 # The arguments of the stage upcast for several weights.
 UPCAST_TOGETHER = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
@@ -96,6 +96,78 @@ def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..
     return entry
 
 
+@dataclass(frozen=True)
+class CompiledStage:
+    """A stage of a compiled backend. It takes tensors and values by the arguments of its table
+    entry in order (`ops.STAGES`), and passes the extension addresses, sizes and plain data.
+
+    Attributes:
+        entry: the stage of the extension.
+        converters: for each argument that the extension takes, its place in the table entry and
+            the function that converts it.
+        last: returns the last argument of the extension, from the argument at `table_place`.
+        table_place: the place of the table, or of another tensor in a stage without a table.
+        from_table: functions of the format and the table, which return further arguments.
+        skip_place: the place of a flag that is read here. If it holds True, nothing is done.
+    """
+
+    entry: Callable[..., None]
+    converters: Sequence[tuple[int, Converter]]
+    last: Callable[[Tensor], Any]
+    table_place: int = 0
+    from_table: Sequence[Callable[[FormatSpec, Tensor], Any]] = ()
+    skip_place: int | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the stage once."""
+        BoundStage(self, dict(enumerate(arguments)), check=lambda *_: None)(arguments)
+
+
+class BoundStage:
+    """A compiled stage for calls in which some arguments stay the same. These are converted by the
+    first call, and again when a tensor in one of their lists is at another address.
+
+    Args:
+        stage: the stage.
+        fixed: the arguments that stay the same, keyed by their places in the table entry. They
+            include the format and the table of a stage that has them.
+        check: called with all arguments before the fixed ones are converted.
+    """
+
+    def __init__(self, stage: CompiledStage, fixed: Mapping[int, Any], check: Callable[..., None]) -> None:
+        self._stage, self._fixed, self._check = stage, fixed, check
+        lists = (value for value in fixed.values() if isinstance(value, list))
+        self._tensors: list[Tensor] = list(itertools.chain.from_iterable(lists))
+        # None before the first call.
+        self._addresses: list[int] | None = None
+        numbered = enumerate(stage.converters)
+        # For each argument that differs from call to call: its index among the converted ones, its
+        # place in the table entry, and its converter.
+        self._open = [(index, place, convert) for index, (place, convert) in numbered if place not in fixed]
+
+    def __call__(self, arguments: Sequence[Any]) -> None:
+        """Run the stage by all arguments of its table entry. The fixed ones are only checked."""
+        stage = self._stage
+        if stage.skip_place is not None:
+            skip = arguments[stage.skip_place]
+            if skip is not None and bool(skip):
+                return
+        addresses = list(map(Tensor.data_ptr, self._tensors))
+        if addresses != self._addresses:
+            self._check(*arguments)
+            self._convert_fixed()
+            self._addresses = addresses
+        converted = [*self._converted]
+        for index, place, convert in self._open:
+            converted[index] = convert(arguments[place])
+        stage.entry(*converted, *self._made, stage.last(arguments[stage.table_place]))
+
+    def _convert_fixed(self) -> None:
+        stage, fixed = self._stage, self._fixed
+        self._converted = [convert(fixed[place]) if place in fixed else None for place, convert in stage.converters]
+        self._made = [make(fixed[0], fixed[stage.table_place]) for make in stage.from_table]
+
+
 def format_maker(module: ModuleType) -> Callable[[FormatSpec], Any]:
     """Return a function that returns a format as the plain data that this compiled module takes."""
     made: dict[str, Any] = {}
@@ -140,33 +212,16 @@ def memory(tensor: Tensor | None) -> Memory:
     return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
 
 
-def memory_of_lists(
-    lists: Iterable[Sequence[Tensor]], names: Iterable[str] = (), table: Tensor | None = None
-) -> list[Memories]:
-    """Return the addresses, the dtype and the bytes of each of several lists of contiguous tensors
-    of one dtype. A stage has up to nine lists, and several stages run in a step, so one call
-    describes all.
-
-    A `table` remembers the memory of its bases by their `names` (`checks.know`). While they are at
-    the same addresses, nothing else of them is read.
-    """
-    known: dict[str | None, Memories] = {} if table is None else table.__dict__.get(KNOWN_MEMORY, {})
-    described: list[Memories] = []
-    for tensors, name in itertools.zip_longest(lists, names):
-        addresses = list(map(Tensor.data_ptr, tensors))
-        if name in known and addresses == known[name][0]:
-            described.append(known[name])
-            continue
-        if not tensors:
-            described.append(([], "", []))
-            continue
-        if False in map(Tensor.is_contiguous, tensors):
-            raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
-        dtype, *others = set(map(_dtype, tensors))
-        if others:
-            raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
-        described.append((addresses, DTYPES[dtype], list(map(nbytes, tensors))))
-    return described
+def memories(tensors: Sequence[Tensor]) -> Memories:
+    """Return the addresses, the dtype and the bytes of contiguous tensors of one dtype."""
+    if not tensors:
+        return [], "", []
+    if False in map(Tensor.is_contiguous, tensors):
+        raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
+    dtype, *others = set(map(_dtype, tensors))
+    if others:
+        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
+    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))
 
 
 nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")

@@ -8,17 +8,20 @@ a plan is built, and its name is passed.
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 
 from zerocast import backends
 from zerocast.backends import checks
 from zerocast.backends.descriptor import WIDTH, Column
+from zerocast.backends.extension import BoundStage, CompiledStage
 from zerocast.formats import Block, get_format, layout
 
 LIBRARY = torch.library.Library("zerocast", "DEF")
@@ -153,30 +156,35 @@ def _implementation(stage: str, backend: str, format: str | None = None) -> Call
 def _run(stage: str) -> Callable[..., None]:
     """Return the kernel of a stage's op. It checks the arguments, then passes them to the backend
     in the order of the stage's table entry.
+    """
+    check = _check_of(stage)
+    # The format comes first, if the stage takes one.
+    head = [argument.kind for argument in arguments_of(stage)].count("format")
+
+    def run(backend: str, *arguments: Any) -> None:
+        check(backend, *arguments)
+        _implementation(stage, backend, *arguments[:head])(*arguments[head:])
+
+    return run
+
+
+def _check_of(stage: str) -> Callable[..., None]:
+    """Return the check of the arguments of a stage's op.
 
     A descriptor table that was checked with the same bases (`checks.knows`) is not checked again.
     """
     if stage in _CHECKS:
-        # The format comes first, if the stage takes one.
-        head = [argument.kind for argument in arguments_of(stage)].count("format")
-
-        def run_plain(backend: str, *arguments: Any) -> None:
-            _CHECKS[stage](backend, *arguments)
-            _implementation(stage, backend, *arguments[:head])(*arguments[head:])
-
-        return run_plain
-
+        return _CHECKS[stage]
     names = [argument.name for argument in arguments_of(stage)[1:]]
     table_index = names.index("table")
     base_names = [name for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
     base_indices = [names.index(name) for name in base_names]
 
-    def run(backend: str, fmt: str, *arguments: Any) -> None:
+    def check(backend: str, fmt: str, *arguments: Any) -> None:
         if not checks.knows(arguments[table_index], base_names, map(arguments.__getitem__, base_indices)):
             checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
-        _implementation(stage, backend, fmt)(*arguments)
 
-    return run
+    return check
 
 
 def _check_adam_8bit(stage: str) -> Callable[..., None]:
@@ -233,6 +241,7 @@ class Stage:
     def __init__(self, name: str) -> None:
         self.op = define(name, schema_of(name), _run(name))
         self.arguments = [argument.name for argument in arguments_of(name) if argument.kind != "format"]
+        self._name, self._check = name, _check_of(name)
 
     def __call__(self, *head: str, **arguments: Any) -> None:
         """Run the stage once, with the backend and the format as `head`."""
@@ -241,6 +250,9 @@ class Stage:
     def bind(self, *head: str, **fixed: Any) -> Callable[..., None]:
         """Fix the arguments that stay the same from call to call; a call gives the others by
         keyword.
+
+        A compiled backend is called without torch's dispatcher, which converts each tensor of a
+        list twice, unless something observes the calls of ops.
         """
         op = self.op
         names = self.arguments
@@ -248,16 +260,41 @@ class Stage:
         template = [*head, *(fixed.get(name) for name in names)]
         open_places = [(name, len(head) + i) for i, name in enumerate(names) if name not in fixed]
         open_names = {name for name, _ in open_places}
+        bound: BoundStage | None = None
 
         def call(**arguments: Any) -> None:
+            nonlocal bound
             assert {*arguments} == open_names, f"{op} expects {names}, got {[*fixed, *arguments]}"
-            # The cast of each gather comes here, so nothing else is called.
+            # The cast of each gather comes here, so little else is called.
             values = [*template]
             for name, place in open_places:
                 values[place] = arguments[name]
-            op(*values)
+            # While calls of ops are traced, recorded or profiled.
+            if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or _profiler_enabled():
+                op(*values)
+                return
+            bound = bound or self._bound(head, fixed)
+            if bound is None:
+                op(*values)
+                return
+            if self._name in _CHECKS:
+                self._check(*values)
+            bound(values[1:])
 
         return call
+
+    def _bound(self, head: Sequence[str], fixed: Mapping[str, Any]) -> BoundStage | None:
+        """Return the stage with its fixed arguments. None for a backend that is not compiled, and
+        where the table is not fixed.
+        """
+        if "table" not in fixed:
+            return None
+        backend, fmt = head
+        stage = _implementation(self._name, backend)
+        if not isinstance(stage, CompiledStage):
+            return None
+        places = {1 + self.arguments.index(name): value for name, value in fixed.items()}
+        return BoundStage(stage, {0: get_format(fmt), **places}, functools.partial(self._check, backend))
 
 
 # Transposes weights: (rowwise codes, their scales, columnwise codes, their scales). A format with

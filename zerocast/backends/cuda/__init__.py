@@ -24,7 +24,7 @@ from zerocast.backends.cuda.launch import (
     stream_of,
     work,
 )
-from zerocast.backends.extension import DTYPES, memory, memory_of_lists, why_no_kernels
+from zerocast.backends.extension import DTYPES, CompiledStage, Converter, memories, memory, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -40,12 +40,16 @@ def _address(tensor: Tensor | None) -> int:
     return memory(tensor)[0]
 
 
-# How each kind of argument is passed to the extension. The dtypes of "typed_bases" are added to
-# their addresses for all lists of a stage at once.
-_PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
-_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
-_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": addresses}
-_PLAIN |= {"pieces": piece_work, "int": int, "bool": bool}
+def _typed_addresses(tensors: Sequence[Tensor]) -> tuple[int, str]:
+    _, dtype, _ = memories(tensors)
+    return addresses(tensors), dtype or "float32"
+
+
+# How each kind of argument is passed to the extension.
+_CONVERTERS: dict[str, Converter] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
+_CONVERTERS |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
+_CONVERTERS |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_addresses}
+_CONVERTERS |= {"pieces": piece_work, "int": int, "bool": bool}
 
 # Dict from the name of an argument that the extension needs instead of a table to the function that
 # makes it.
@@ -60,38 +64,22 @@ def _partial(fmt: FormatSpec, table: Tensor) -> int:
     return partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
 
 
-def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[Any], Any]) -> Callable[..., None]:
-    """Wrap a stage of the extension to take tensors instead of addresses.
+def _stage(name: str, from_table: FromTable | None = None, **other: Converter) -> CompiledStage:
+    """Return a stage of the extension for tensors. It runs on the current stream of the device of
+    its table, or, without a table, of its data or messages.
 
-    The wrapper takes the arguments of its table entry by position. `from_table` makes the
-    extension's arguments that replace the table; `other` replaces how a kind of argument is passed.
-    The stage runs on the current stream of the table's device, or, without a table, of its data or
-    messages.
+    `from_table` makes the extension's arguments that replace the table; `other` replaces how a kind
+    of argument is passed.
     """
-    kinds = {**_PLAIN, **other}
+    kinds = {**_CONVERTERS, **other}
     makers = from_table or {}
-    arguments_of = ops.arguments_of(name)
-    converters = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
-    names = [arguments_of[i].name for i, _ in converters]
+    arguments = ops.arguments_of(name)
+    converters = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments) if argument.kind != "table"]
+    names = [arguments[i].name for i, _ in converters]
     entry = extension.stage(kernels, name, (*names, *makers, "stream"))
     device_kinds = ("table", "data", "messages")
-    device_from = next(i for i, argument in enumerate(arguments_of) if argument.kind in device_kinds)
-    typed = {argument.name: i for i, argument in enumerate(arguments_of) if argument.kind == "typed_bases"}
-    typed_values = [names.index(name) for name in typed]
-
-    def run(*arguments: Any) -> None:
-        values = [convert(arguments[i]) for i, convert in converters]
-        # The table of all stages that need one below.
-        table = arguments[device_from]
-        if typed:
-            described = memory_of_lists(map(arguments.__getitem__, typed.values()), typed, table)
-            for place, (_, dtype, _) in zip(typed_values, described, strict=True):
-                values[place] = values[place], dtype or "float32"
-        if makers:
-            values += [make(arguments[0], table) for make in makers.values()]
-        entry(*values, stream_of(table))
-
-    return run
+    device_place = next(i for i, argument in enumerate(arguments) if argument.kind in device_kinds)
+    return CompiledStage(entry, converters, stream_of, device_place, [*makers.values()])
 
 
 partial_amax = _stage("partial_amax", {"work": _work("amax")})
@@ -123,8 +111,8 @@ _upcast_together = extension.stage(kernels, "upcast_together", (*extension.UPCAS
 def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
     """Run the stage `upcast` for several weights in one launch (`ops.upcast_together`)."""
     scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
-    sources = memory_of_lists((data, scale_inv, amaxes))
-    targets = memory_of_lists((codes, group_scale_inv))
+    sources = map(memories, (data, scale_inv, amaxes))
+    targets = map(memories, (codes, group_scale_inv))
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, stream_of(data[0]))
 
 
@@ -141,5 +129,4 @@ def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor, *, adds: bool 
     gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype. If
     `adds` is set, they are added to what `out` has, which is f32.
     """
-    (memory_of_gradients,) = memory_of_lists((gradients,))
-    kernels.lay_out(memory_of_gradients, ranks, memory(out), adds, stream_of(out))
+    kernels.lay_out(memories(gradients), ranks, memory(out), adds, stream_of(out))
