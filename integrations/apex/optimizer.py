@@ -80,11 +80,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast, gather and transpose masters that were written by hand. Collective."""
-        raising_together(self._refresh, [self._driver])()
-
-    def _refresh(self) -> None:
-        self._plan.validity.check(Use.STEP)
-        self._driver.refresh()
+        with raising_together([self._driver]):
+            self._plan.validity.check(Use.STEP)
+            self._driver.refresh()
 
     def param_sync(self) -> None:
         """Do nothing, since a step ends with its gather. Raises RuntimeError after a step that
@@ -136,13 +134,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
         if self._plan.validity.partial:
             self.zero_grad()
-        with self._plan.validity.transaction("loading a state"):
-            raising_together(self._load, [self._driver])(state_dict)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
-        self._driver.refresh()
+        with self._plan.validity.transaction("loading a state"), raising_together([self._driver]):
+            super().load_state_dict(state_dict)
+            checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
+            self._driver.refresh()
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """Return the masters of the quantized weights, for `zerocast.verify`."""
@@ -199,7 +194,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         all of it, and the later `param_sync` does nothing.
         """
         with self._plan.validity.transaction("an optimizer step"):
-            raising_together(super()._local_step, [self._driver])(bucket_ids)
+            with raising_together([self._driver]):
+                super()._local_step(bucket_ids)
             super().param_sync()
             self._quantized.finish(self._plan)
 

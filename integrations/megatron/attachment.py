@@ -3,9 +3,7 @@
 `attach` validates the settings of the host (`validate.py`), finds the masters that this rank owns,
 their weights and the bucket groups that gather these (`shards.py`), lets ranks agree on them, makes
 a plan of casts for each group of ranks that share masters, and replaces methods of the host
-(`hooks.py`), which `detach` gives back.
-
-Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
+(`methods.py`), which `detach` gives back.
 """
 
 import functools
@@ -23,9 +21,8 @@ from zerocast.integrations.patches import Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use, debugging
 
-from . import hooks, host, offload, unattached
-from .gathers import AttachedShare, Gathers
-from .guard import MethodGuard
+from . import host, methods, offload, unattached
+from .gathers import AttachedShare, Gathers, Guard, raising_on_all
 from .primary import is_primary
 from .shards import OwnedShare, collect
 from .validate import has_stepped, validate
@@ -66,16 +63,20 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
         # Build the plans. Weights that the last attachment left partial stay partial.
         partial = (state.validity for state in detached_states if state.validity.partial)
-        guard = MethodGuard(next(partial, None))
+        guard = Guard(next(partial, None))
         shares: list[AttachedShare] = []
         # A model whose weights are all plain has nothing to cast.
         if any(owned.weights for owned in owned_shares):
             build = functools.partial(build_share, guard=guard, patches=patches)
             shares = _each_on_all_ranks(owned_shares, build)
 
-        # Let the host's step call them.
+        # Let the host's step call them. The methods that raise without an attachment are removed
+        # first: the replacements call the host's own methods.
         attachment = Attachment([optimizer, *distributed], shares, guard, verify_every)
-        hooks.replace_methods(patches, optimizer, distributed, chunks, shares, guard, attachment._after_step)
+        unattached.lift(patches, [optimizer, *distributed])
+        patches.apply(methods.replacements(optimizer, distributed, chunks, shares, guard, attachment._after_step))
+        for hook in methods.module_hooks(chunks, shares, guard):
+            patches.callback(hook.remove)
         attachment._patches = patches.pop_all()
     return attachment
 
@@ -111,7 +112,7 @@ def agree(owned: OwnedShare, was_detached: bool) -> None:
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
     elif wrong := bytes_not_sent(owned):
         problem = ValueError(wrong)
-    validate_across_ranks(owned.group, owned.names, problem, "attaches zerocast")
+    validate_across_ranks(owned.group, [weight.name for weight in owned.weights], problem, "attaches zerocast")
 
 
 def bytes_not_sent(owned: OwnedShare) -> str | None:
@@ -126,15 +127,16 @@ def bytes_not_sent(owned: OwnedShare) -> str | None:
         for bucket in group.buckets
         for param in bucket.params_list
     }
-    for i, (name, param, weight) in enumerate(zip(owned.names, owned.params, owned.weights, strict=True)):
-        if param not in places:
+    for own in owned.weights:
+        name, weight, span = own.name, own.weight, own.span
+        if own.param not in places:
             return f"{name} is owned by the optimizer, and in no bucket of the model chunks that were given"
-        group, bucket = places[param]
+        group, bucket = places[own.param]
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
             return f"{name} is not in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
-        offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
-        span = owned.span(i)
+        # The position of the weight in its bucket, in bytes.
+        offset = rowwise.data_ptr() - data.data_ptr()
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
         size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
         sent = data.numel() * data.element_size() // size
@@ -148,7 +150,7 @@ def bytes_not_sent(owned: OwnedShare) -> str | None:
     return None
 
 
-def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> AttachedShare:
+def build_share(owned: OwnedShare, guard: Guard, patches: Patches) -> AttachedShare:
     """Build the gathers and the plan of casts of one share. Collective."""
     gathers = Gathers(owned, guard)
     patches.callback(gathers.te_tensors.release)
@@ -156,11 +158,11 @@ def build_share(owned: OwnedShare, guard: MethodGuard, patches: Patches) -> Atta
         Host(
             owner="an attachment to Megatron-Core",
             group=owned.group,
-            names=owned.names,
-            weights=owned.weights,
-            masters=owned.masters,
-            starts=owned.starts,
-            plain=list(owned.plain.values()),
+            names=[own.name for own in owned.weights],
+            weights=[own.weight for own in owned.weights],
+            masters=[own.master for own in owned.weights],
+            starts=[own.start for own in owned.weights],
+            plain=owned.plain,
             gather=gathers,
             validity=guard.validity.part(),
             raises_together=debugging(),
@@ -199,7 +201,7 @@ class Attachment:
         self,
         optimizers: Sequence[Any],
         shares: Sequence[AttachedShare],
-        guard: MethodGuard,
+        guard: Guard,
         verify_every: int | None,
     ) -> None:
         # The optimizer given to `attach` and those inside it. Empty after `detach`.
@@ -221,14 +223,12 @@ class Attachment:
         model. Raises RuntimeError after a step that failed partway: some masters are still old.
         """
         self._check_attached()
-        hooks.raising_on_all(self._refresh, self._shares)()
-
-    def _refresh(self) -> None:
-        if self._guard.validity.has_partial_masters:
-            self._guard.check(Use.STEP)
-        with self._guard.validity.transaction("a cast", masters=False):
-            for share in self._shares:
-                share.driver.refresh()
+        with raising_on_all(self._shares):
+            if self._guard.validity.has_partial_masters:
+                self._guard.check(Use.STEP)
+            with self._guard.validity.transaction("a cast", masters=False):
+                for share in self._shares:
+                    share.driver.refresh()
 
     def master_views(self) -> Iterator[MasterViews]:
         """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.

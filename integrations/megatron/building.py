@@ -10,6 +10,7 @@ constructors before these run. A mistake is then an error at its cause, with the
 host would fail at an operator that a QuantizedWeight does not have, or not at all.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from zerocast.integrations.patches import Patch, Patches
 
 from . import host, layout, offload, unattached, validate
 from .primary import (
-    check_primary,
+    castable_view,
     initial_value,
     is_primary,
     is_te_tensor,
@@ -62,7 +63,8 @@ def quantized_params() -> Iterator[None]:
     try:
         with Patches() as patches:
             with host.known_api():
-                patches.apply([*_layout_patches(checks.moved), *checks.patches()])
+                patches.apply(_layout_patches(checks.moved))
+                patches.apply(checks.patches())
             yield
         checks.check_owned()
     finally:
@@ -76,12 +78,12 @@ def quantized_params() -> Iterator[None]:
         checks.end()
 
 
-def _layout_patches(moved: list[Any]) -> list[Patch]:
-    """Return patches of the names by which the host recognizes and moves QuantizedWeights.
+def _layout_patches(moved: list[Any]) -> Iterator[Patch]:
+    """Yield patches of the names by which the host recognizes and moves QuantizedWeights.
 
     `moved` collects the parameters in byte buffers that the host cannot cast by itself.
     """
-    fp8 = host.module(host.FP8)
+    fp8, buffer = host.module(host.FP8), host.module(host.BUFFER)
 
     def move_with(original: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
         def move(param: Any, storage: Tensor) -> None:
@@ -89,7 +91,7 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
                 _move(param, storage)
                 moved.append(param)
             elif is_te_tensor(param):
-                check_primary(param)
+                castable_view(param)
                 if shares_codes(param):
                     move_codes(param, storage)
                     moved.append(param)
@@ -100,29 +102,18 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
 
         return move
 
-    return [
-        Patch(
-            fp8,
-            "FP8_TENSOR_CLASS",
-            _classes_with(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight),
-        ),
-        Patch(fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
-        Patch(fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
-        *_byte_buffer_patches(),
-        *(_four_bit_patches(move_with) if host.has_four_bit_buffers() else ()),
-    ]
-
-
-def _byte_buffer_patches() -> Iterator[Patch]:
-    """Yield a patch of the test that gives a model with MXFP8Tensors a bf16 buffer.
-
-    Such a buffer replaces the byte buffer, since a tensor of 1x32 blocks needs two sets of codes.
-    Tensors in tiles of 32x32 have one set, and stay in a byte buffer.
-    """
-    buffer, name = host.module(host.BUFFER), "is_mxfp8tensor"
-    if hasattr(buffer, name):
-        original = getattr(buffer, name)
-        yield Patch(buffer, name, lambda param: original(param) and not shares_codes(param))
+    theirs = fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS
+    yield Patch(fp8, "FP8_TENSOR_CLASS", _classes_with(theirs, QuantizedWeight))
+    yield Patch(fp8, "HAVE_TE_FP8_TENSOR_CLASS", True)
+    yield Patch(fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl))
+    # A model with MXFP8Tensors gets a bf16 buffer in place of the byte buffer, since a tensor of
+    # 1x32 blocks needs two sets of codes. Tensors in tiles of 32x32 have one set, and stay in a
+    # byte buffer.
+    if hasattr(buffer, "is_mxfp8tensor"):
+        is_mxfp8 = buffer.is_mxfp8tensor
+        yield Patch(buffer, "is_mxfp8tensor", lambda param: is_mxfp8(param) and not shares_codes(param))
+    if host.has_four_bit_buffers():
+        yield from _four_bit_patches(move_with)
 
 
 def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
@@ -134,27 +125,27 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     def group_by_width(*args: Any, **kwargs: Any) -> Any:
         return layout.sort_by_width(grouped(*args, **kwargs))
 
-    def by_width(lay_out: Callable[..., Any]) -> Any:
-        return staticmethod(functools.partial(layout.lay_out_by_width, lay_out))
-
-    # Each module has imported `group_params_for_buffers`, so it is replaced in each of them.
-    lays_out, callers = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
+    callers, layouts = [buffer, ddp, optimizer], [optimizer.DistributedOptimizer]
     for kind in host.layer_wise():
         callers.append(host.module(kind.__module__))
-        yield Patch(kind, lays_out, by_width(getattr(kind, lays_out)))
+        layouts.append(kind)
         yield Patch(ddp, "partition_buckets", layout.group_by_owner(ddp.partition_buckets))
-
-    yield from [
-        Patch(fp4, "FP4_TENSOR_CLASS", _classes_with(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
-        Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
-        *(
-            Patch(owner, "modify_nvfp4_rowwise_storage", move_with(owner.modify_nvfp4_rowwise_storage))
-            for owner in host.four_bit_moves()
-        ),
-        Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
-        *(Patch(caller, "group_params_for_buffers", group_by_width) for caller in callers),
-        Patch(optimizer.DistributedOptimizer, lays_out, by_width(getattr(optimizer.DistributedOptimizer, lays_out))),
-    ]
+    for kind in layouts:
+        lay_out = functools.partial(layout.lay_out_by_width, kind._compute_per_buffer_param_layout)
+        yield Patch(kind, "_compute_per_buffer_param_layout", staticmethod(lay_out))
+    theirs = fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS
+    yield Patch(fp4, "FP4_TENSOR_CLASS", _classes_with(theirs, FourBit))
+    yield Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True)
+    # Newer releases import it into the module of buffers, older ones inside the function that calls
+    # it.
+    for owner in (fp4, buffer):
+        if hasattr(owner, "modify_nvfp4_rowwise_storage"):
+            move = move_with(owner.modify_nvfp4_rowwise_storage)
+            yield Patch(owner, "modify_nvfp4_rowwise_storage", move)
+    yield Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack)
+    # Each module has imported this function.
+    for caller in callers:
+        yield Patch(caller, "group_params_for_buffers", group_by_width)
 
 
 def _classes_with(theirs: Any, ours: type) -> tuple[type, ...]:
@@ -178,6 +169,19 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     host_weight: Any = weight
     host_weight.get_high_precision_init_val = lambda: initial_value(weight)
     host_weight.clear_high_precision_init_val = lambda: setattr(weight, "high_precision_init_val", None)
+
+
+def _keeping_fp32_masters(config: Any) -> Any:
+    """Return a configuration whose optimizers keep FP32 masters as tensors, not in a fused Adam's
+    state.
+
+    Returns `config` where that is so already, as for most of the host's own FP8 formats, else a
+    copy: an optimizer reads its configuration in every step, and other optimizers may share it.
+    """
+    if validate.masters_are_states(config):
+        config = copy.copy(config)
+        setattr(config, validate.MASTERS_ARE_STATES, False)
+    return config
 
 
 class ConstructionChecks:
@@ -204,21 +208,33 @@ class ConstructionChecks:
         """Yield patches of the functions that build wrappers and optimizers: each runs its check
         first.
         """
-        for kind, others in host.wrappers():
-            wraps = _check_other_wrapper if others else self._check_wrapper
-            yield Patch(kind, "__init__", _with_check_before(vars(kind)["__init__"], wraps))
-        for owner, name, emerging in host.factories():
-            builds = self._check_emerging if emerging else self._check_factory
-            yield Patch(owner, name, self._prepared(_with_check_before(getattr(owner, name), builds)))
-        hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
+        wrappers, factories = host.module(host.WRAPPERS), host.module(host.FACTORIES)
+        ddp = wrappers.DistributedDataParallel
+        yield Patch(ddp, "__init__", _with_check_before(vars(ddp)["__init__"], self._check_wrapper))
+        for name in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
+            if hasattr(wrappers, name):
+                kind = getattr(wrappers, name)
+                yield Patch(kind, "__init__", _with_check_before(vars(kind)["__init__"], _check_other_wrapper))
+        name = "_get_megatron_optimizer_based_on_param_groups"
+        factory = _with_check_before(getattr(factories, name), self._check_factory)
+        yield Patch(factories, name, self._prepared(factory))
+        # It builds optimizers other than Adam and SGD.
+        name = "_get_megatron_emerging_optimizer"
+        if hasattr(factories, name):
+            factory = _with_check_before(getattr(factories, name), self._check_emerging)
+            yield Patch(factories, name, self._prepared(factory))
+        hybrid, sort = offload.hybrid(), "_get_sub_optimizer_param_groups"
         yield Patch(hybrid, sort, offload.copying_once(getattr(hybrid, sort)))
         distributed, build = host.module(host.OPTIMIZER).DistributedOptimizer, "_build_model_and_main_param_groups"
         yield Patch(distributed, build, staticmethod(offload.one_by_one(getattr(distributed, build))))
         for kind in host.layer_wise():
             yield Patch(kind, "__init__", self._checking_whole_matrices(vars(kind)["__init__"]))
-        starting = _starting_from_initial_values(vars(host.float16_optimizer())["__init__"])
-        yield Patch(host.float16_optimizer(), "__init__", starting)
-        for kind in host.optimizer_bases():
+        # This class keeps an unsharded FP32 master of each parameter. Every optimizer of the host
+        # runs the constructor of one of the other two.
+        bases = host.module(host.OPTIMIZER_BASES)
+        unsharded = bases.Float16OptimizerWithFloat16Params
+        yield Patch(unsharded, "__init__", _starting_from_initial_values(vars(unsharded)["__init__"]))
+        for kind in (bases.MegatronOptimizer, bases.ChainedOptimizer):
             yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
 
     def check_owned(self) -> None:
@@ -281,7 +297,7 @@ class ConstructionChecks:
 
     def _config_of(self, config: Any) -> Any:
         """Return the configuration that the optimizers of a chain get in place of `config`."""
-        _, ours = self._configs.setdefault(id(config), (config, host.keeping_fp32_masters(config)))
+        _, ours = self._configs.setdefault(id(config), (config, _keeping_fp32_masters(config)))
         return ours
 
     def _check_factory(self, config: Any, model_chunks: Any, param_groups: Any, **_: Any) -> None:

@@ -7,8 +7,7 @@ as `zerocast.<name>.<buffer>`, and a load uses these.
 """
 
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.untrained import own_buffers, take_buffers
-from zerocast.integrations.patches import Patch, Patches
 from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
 from . import host
-from .gathers import AttachedShare
-from .primary import is_primary, target_of_load, weight_of
+from .primary import is_primary, is_te_tensor, make_te_copies, weight_of
 
 # The padded length of a format's text in the entry of a frozen weight: a checkpoint's tensors have
 # fixed shapes.
@@ -52,7 +49,11 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
         if not is_primary(param):
             continue
         weight = weight_of(param)
-        entry.data = _unread(weight) if is_loading else weight.dequantize()
+        if is_loading:
+            # The weight is not read, since it may be partial.
+            entry.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        else:
+            entry.data = weight.dequantize()
         vars(entry).pop(_ASKED_FIRST, None)
         if isinstance(param, QuantizedWeight) and not (param.requires_grad or weight.state.validity.has_masters):
             holder.update({f"{key}.{name}": own for name, own in _own_bytes(entry, weight, is_loading).items()})
@@ -116,21 +117,6 @@ def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
 define(torch.ops.aten.is_pinned.default, _not_written)
 
 
-def hook_chunks(patches: Patches, chunks: Sequence[Any], shares: Sequence[AttachedShare]) -> None:
-    """Let chunks save and load plain values, until `patches` are undone."""
-    # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
-    # claim alive once its attachment is gone.
-    claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-    for share in shares:
-        assert share.driver.claim is not None
-        claims.update(dict.fromkeys(map(id, share.owned.params), share.driver.claim))
-    for chunk in chunks:
-        module = chunk.module
-        patches.apply([Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict))])
-        for remove in load_plain_values(chunk, claims):
-            patches.callback(remove)
-
-
 def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's method: saving or loading its entries raises on every rank until `dequantize_`
     has replaced them.
@@ -146,11 +132,6 @@ def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def _unread(weight: QuantizedWeight) -> Tensor:
-    """Return a tensor for a load to fill. The weight is not read, since it may be partial."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
 def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield each entry of a nested state dict, as (container, key, entry)."""
     for key, value in nested.items() if isinstance(nested, dict) else enumerate(nested):
@@ -160,26 +141,14 @@ def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield nested, key, value
 
 
-def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Callable[[], None]]:
-    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk, and
-    copy the own bytes of frozen ones.
-
-    `claims` maps the id of a parameter to the claim of its weight's owner. Returns the functions
-    that remove the hooks.
-    """
-    return [
-        module.register_load_state_dict_pre_hook(functools.partial(_cast_in, claims)).remove
-        for module in chunk.modules()
-        if any(map(is_primary, module.parameters(recurse=False)))
-    ]
-
-
-def _cast_in(
+def cast_in(
     claims: Mapping[int, Claim], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Write the entries of a module's quantized weights into them: a pre-hook of `load_state_dict`.
+    """Cast the plain entries of a module's quantized weights into them, and copy the own bytes of
+    frozen ones: a pre-hook of `load_state_dict`.
 
-    The entry is then replaced by the weight itself, which the module copies onto itself.
+    The entry is then replaced by the weight itself, which the module copies onto itself. `claims`
+    maps the id of a parameter to the claim of its weight's owner.
     """
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
@@ -195,4 +164,8 @@ def _cast_in(
                 _take_own(weight, own, prefix + name)
             else:
                 cast_whole(weight, value.detach().to(param.device), claim=claims.get(id(param)))
-            state_dict[prefix + name] = target_of_load(param)
+            state_dict[prefix + name] = param
+            if is_te_tensor(param):
+                make_te_copies([param])
+                # A second tensor over the same buffers.
+                state_dict[prefix + name] = param.detach()

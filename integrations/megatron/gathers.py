@@ -1,23 +1,114 @@
-"""Gathers: the all-gathers of one optimizer's byte buffers, and the columnwise copies after them.
+"""The shares of optimizers in an attachment, with the gathers of their byte buffers, and the guard
+of all their weights.
+
+All weights of an attachment are partial together, since one step of the host writes them all. After
+an interrupted write of masters or moments only a load helps. An interrupted cast or gather can be
+repeated, since the masters are complete.
 
 The host drops the handle of a gather as soon as the bytes have arrived, when the columnwise copies
 are still to be made. A second thread that saw no handle would read stale copies. So one thread at a
-time starts or finishes gathers, and threads that read weights wait (`guard.GatherLock`).
+time starts or finishes gathers, and threads that read weights wait (`GatherLock`).
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.cast.host import CastDriver, Gather
+from zerocast.cast.host import CastDriver, Gather, raising_together
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group
 from zerocast.integrations.patches import Patch
-from zerocast.weight.validity import Use
+from zerocast.weight.validity import Use, Validity
 
-from .guard import MethodGuard
+from . import host
 from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of
 from .shards import OwnedShare
+
+AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
+ADVICE = (
+    "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
+    "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
+)
+
+
+class GatherLock:
+    """A lock by which one thread at a time is in the gathers of an attachment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        # The number of nested calls that hold the lock. `is_held` reads it without the lock.
+        self._calls = 0
+
+    @property
+    def is_held(self) -> bool:
+        """True if any thread starts or finishes a gather now."""
+        return self._calls > 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock while the context is open."""
+        with self._lock:
+            self._calls += 1
+            try:
+                yield
+            finally:
+                self._calls -= 1
+
+
+class Guard:
+    """The state by which an attachment guards its weights.
+
+    Attributes:
+        validity: the validity of all weights of an attachment. Its plans have parts of it.
+        lock: held by the thread that starts or finishes gathers.
+        is_preparing: True while a load is prepared. The host then calls its own load methods, on
+            state that the real load overwrites.
+    """
+
+    def __init__(self, validity: Validity | None = None) -> None:
+        self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
+        self.lock = GatherLock()
+        self.is_preparing = False
+
+    def check(self, use: Use) -> None:
+        """Raise RuntimeError if the weights are not valid for this use.
+
+        Nothing is checked while a load is prepared: that reads state only to overwrite it.
+        """
+        if not self.is_preparing:
+            self.validity.check(use)
+
+    def check_save(self, groups: Sequence[Group]) -> None:
+        """Raise on all ranks of these groups while masters or weights are partial on one rank. The
+        others would wait for that rank otherwise.
+        """
+        problem: Exception | None = None
+        try:
+            self.check(Use.SAVE)
+        except RuntimeError as error:
+            problem = error
+        for group in groups:
+            # A rank is in each group with different ranks, which hear of the problem from it.
+            try:
+                validate_across_ranks(group, [], problem, "saves a checkpoint")
+            except RuntimeError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    @contextlib.contextmanager
+    def writing(self, what: str, *, masters: bool) -> Iterator[None]:
+        """Check that the weights are valid for a step. An exception while the context is open
+        leaves them partial.
+        """
+        self.check(Use.STEP)
+        with self.validity.transaction(what, masters=masters):
+            yield
 
 
 class Gathers(Gather):
@@ -27,9 +118,9 @@ class Gathers(Gather):
         te_tensors: the tensors of TransformerEngine among the weights of the share.
     """
 
-    def __init__(self, owned: OwnedShare, guard: MethodGuard) -> None:
+    def __init__(self, owned: OwnedShare, guard: Guard) -> None:
         self._bucket_groups, self._guard = owned.bucket_groups, guard
-        self.te_tensors = TETensors(owned.names, owned.params, owned.weights)
+        self.te_tensors = TETensors((own.name, own.param, own.weight) for own in owned.weights)
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
         # The bucket group of each weight, keyed by id of the weight's state.
@@ -162,3 +253,14 @@ class AttachedShare:
     owned: OwnedShare
     gathers: Gathers
     driver: CastDriver
+
+
+def raising_on_all(shares: Sequence[AttachedShare]) -> AbstractContextManager[None]:
+    """Raise an exception before a cast of `shares` on all ranks that share their masters, while the
+    context is open.
+
+    The steps and loads of an optimizer that owns whole matrices have collectives of their own
+    before the cast, so exceptions in these stay on their rank.
+    """
+    is_alone = any(host.is_layer_wise(share.owned.optimizer) for share in shares)
+    return raising_together([] if is_alone else [share.driver for share in shares])

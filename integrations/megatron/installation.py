@@ -1,7 +1,6 @@
 """install(): the stock `pretrain()` of megatron.training builds, attaches, loads and saves.
 
-Functions of megatron.training are replaced until `uninstall`, where its own code looks them up
-(`host.py` has their names):
+Functions of megatron.training are replaced until `uninstall`, where its own code looks them up:
 
     add_megatron_arguments         adds `--zerocast-recipe` to the command line
     setup_model_and_optimizer      ranks compare their recipes, then, inside `quantized_params()`,
@@ -17,6 +16,7 @@ Functions of megatron.training are replaced until `uninstall`, where its own cod
 
 import contextlib
 import functools
+import importlib
 import weakref
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,30 @@ from .offload import norms_for_masters
 from .primary import is_primary, weight_of
 
 FLAG = "--zerocast-recipe"
+# The functions that quantize and attach, in place of Megatron's, while it sets up a model.
+_CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
 _installed: "Installation | None" = None
+
+
+def training() -> Any:
+    """Return the module of `pretrain`. Raises RuntimeError if it cannot be imported."""
+    try:
+        return importlib.import_module(host.TRAINING)
+    except ImportError as error:
+        raise RuntimeError(
+            f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with megatron-core "
+            "from 0.17 on; 0.18 and later need Python 3.12"
+        ) from error
+
+
+def model_builders() -> list[Any]:
+    """Return the modules that build models, and call `correct_amax_history_if_needed` before they
+    wrap them. Older releases have one.
+    """
+    builders = [training()]
+    with contextlib.suppress(ImportError):
+        builders.append(importlib.import_module(host.MODEL_BUILDERS))
+    return builders
 
 
 class Installation:
@@ -64,10 +87,10 @@ class Installation:
 
     def patches(self) -> Iterator[Patch]:
         """Yield patches of the functions of megatron.training, for the time until `uninstall`."""
-        training, checkpointing = host.training(), host.module(host.CHECKPOINTING)
+        loop, checkpointing = training(), host.module(host.CHECKPOINTING)
         arguments = host.module(host.ARGUMENTS)
-        add, setup = arguments.add_megatron_arguments, training.setup_model_and_optimizer
-        generate, step = checkpointing.generate_state_dict, training.train_step
+        add, setup = arguments.add_megatron_arguments, loop.setup_model_and_optimizer
+        generate, step = checkpointing.generate_state_dict, loop.train_step
 
         @functools.wraps(setup)
         def set_up(*args: Any, **kwargs: Any) -> Any:
@@ -88,18 +111,16 @@ class Installation:
             return step(forward_step, data, model, optimizer, *args, **kwargs)
 
         name = "check_param_hashes_across_dp_replicas"
-        if hasattr(training, name):
-            check = getattr(training, name)
-            yield Patch(
-                training, name, lambda model, **kwargs: check([PlainValues(chunk) for chunk in model], **kwargs)
-            )
+        if hasattr(loop, name):
+            check = getattr(loop, name)
+            yield Patch(loop, name, lambda model, **kwargs: check([PlainValues(chunk) for chunk in model], **kwargs))
         name = "calc_params_l2_norm"
-        if hasattr(training, name):
-            yield Patch(training, name, _including_cpu_masters(getattr(training, name)))
+        if hasattr(loop, name):
+            yield Patch(loop, name, _including_cpu_masters(getattr(loop, name)))
         yield Patch(arguments, "add_megatron_arguments", lambda parser: add_arguments(add(parser)))
-        yield Patch(training, "setup_model_and_optimizer", set_up)
+        yield Patch(loop, "setup_model_and_optimizer", set_up)
         yield Patch(checkpointing, "generate_state_dict", plain_state_dict)
-        yield Patch(training, "train_step", checked_step)
+        yield Patch(loop, "train_step", checked_step)
 
     def install(self) -> None:
         """Replace the functions of Megatron, until `uninstall`."""
@@ -124,7 +145,7 @@ class Installation:
 
         Collective over all ranks.
         """
-        options = host.training().get_args()
+        options = training().get_args()
         recipe, verify_every = self._chosen(options)
         if recipe is None:
             built = original()
@@ -137,8 +158,11 @@ class Installation:
                 built = original()
             # A Megatron version with a different API might have called none of the functions that
             # quantize and attach, and would then train plain weights.
-            if not options.skip_train:
-                host.require_called(called)
+            missing = [name for name in _CALLED_BY_SETUP if name not in called]
+            if missing and not options.skip_train:
+                raise RuntimeError(
+                    f"{host.TRAINING}.setup_model_and_optimizer has not called {', '.join(missing)}: {host.UNKNOWN}"
+                )
         optimizer = built[1]
         if optimizer is not None:
             self._optimizers.add(optimizer)
@@ -183,7 +207,7 @@ class Installation:
 
         Functions that it calls add their names to `called`.
         """
-        training = host.training()
+        loop, unwrap = training(), host.module(host.CORE).unwrap_model
 
         def before_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
             def quantize(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +216,7 @@ class Installation:
                 # With `--skip-train` the model is not wrapped and has no byte buffers. It loads the
                 # checkpoint's plain values, which equal the values of the quantized weights.
                 if not options.skip_train:
-                    quantize_chunks([host.unwrapped(chunk) for chunk in chunks], recipe)
+                    quantize_chunks([unwrap(chunk) for chunk in chunks], recipe)
                 return result
 
             return quantize
@@ -216,12 +240,12 @@ class Installation:
 
         if validate.is_by_layer(options):
             yield from layout.whole_matrices()
-        for module in host.model_builders():
+        for module in model_builders():
             name = "correct_amax_history_if_needed"
             yield Patch(module, name, before_wrapping(getattr(module, name)))
-        original_factory, original_load = training.get_megatron_optimizer, training.load_checkpoint
-        yield Patch(training, "get_megatron_optimizer", build_optimizer)
-        yield Patch(training, "load_checkpoint", load)
+        original_factory, original_load = loop.get_megatron_optimizer, loop.load_checkpoint
+        yield Patch(loop, "get_megatron_optimizer", build_optimizer)
+        yield Patch(loop, "load_checkpoint", load)
 
 
 def _including_cpu_masters(original: Callable[..., Any]) -> Callable[..., Any]:

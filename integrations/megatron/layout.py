@@ -8,8 +8,10 @@ Megatron's own layout pads elements and bytes separately, and mixes widths: a ra
 that another rank sends, and they are lost on every rank.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +92,8 @@ def whole_matrices() -> Iterator[Patch]:
     under Muon.
     """
     (kind,) = host.layer_wise()
-    for module, name, lays_out in host.wrappers_of_built_models():
+    tag = host.module(kind.__module__).tag_params_for_buffer_routing
+    for module, name, lays_out in wrappers_of_built_models():
         wrap = getattr(module, name)
 
         @functools.wraps(wrap)
@@ -98,11 +101,25 @@ def whole_matrices() -> Iterator[Patch]:
             chunks: Sequence[Any], random_init: Any, ddp_config: Any, *args: Any, wrap: Any = wrap, **kwargs: Any
         ) -> Any:
             ddp_config.use_distributed_optimizer = True
-            host.tag_matrices(chunks)
+            tag(chunks)
             return wrap(chunks, random_init, ddp_config, *args, **kwargs)
 
         yield Patch(module, name, call)
         yield Patch(module, lays_out, kind)
+
+
+def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
+    """Return (module, function, class) where megatron.training wraps models that it builds of a
+    configuration.
+
+    Both are names in the module: the function that wraps, and the class that it asks for the layout
+    of the buffers. Empty for releases without that function.
+    """
+    names = ("_ddp_wrap", "DistributedOptimizer")
+    with contextlib.suppress(ImportError):
+        builders = importlib.import_module(host.MODEL_BUILDERS)
+        return [(builders, *names)] if all(hasattr(builders, name) for name in names) else []
+    return []
 
 
 def group_by_owner(partition: Callable[..., Any]) -> Callable[..., Any]:

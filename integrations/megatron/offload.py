@@ -25,6 +25,27 @@ from zerocast.integrations.patches import Patch, Patches
 from . import host
 from .primary import is_primary
 
+# The name of the CPU copy in the state of a master that a HybridDeviceOptimizer has offloaded.
+HOST_COPY = "master_param"
+
+
+def hybrid() -> Any:
+    """Return the class of optimizers whose masters and moments are in CPU memory."""
+    return host.module(host.HYBRID).HybridDeviceOptimizer
+
+
+def offloads(inner: Any) -> bool:
+    """Return True if an inner optimizer is a HybridDeviceOptimizer."""
+    return isinstance(inner, hybrid())
+
+
+def cpu_copies(inner: Any) -> Mapping[Any, Any]:
+    """Return a dict from each offloaded master to its copy in CPU memory, which a step updates.
+
+    Empty for an optimizer that offloads nothing.
+    """
+    return inner.gpu_params_map_cpu_copy if offloads(inner) else {}
+
 
 class CpuMaster(Tensor):
     """Represents on a device a master that is stored in CPU memory.
@@ -189,7 +210,7 @@ def keep_on_cpu(optimizer: Any, patches: Patches) -> None:
     NaN, and writing it raises.
     """
     inner = optimizer.optimizer
-    if not host.offloads(inner):
+    if not offloads(inner):
         return
 
     def move_states() -> None:
@@ -207,7 +228,7 @@ def keep_on_cpu(optimizer: Any, patches: Patches) -> None:
             Patch(inner, "_move_new_state_to_right_device", move_states),
         ]
     )
-    copies = {master: copy for master, copy in host.cpu_copies(inner).items() if not isinstance(master, CpuMaster)}
+    copies = {master: copy for master, copy in cpu_copies(inner).items() if not isinstance(master, CpuMaster)}
     # The masters of FP32 parameters are views of the model's own memory: `_bring_back` reuses them,
     # and they are not freed below.
     in_model = {id(master) for group in optimizer.shard_fp32_groups for master in group}
@@ -250,12 +271,20 @@ def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> No
 
 
 def _replace(optimizer: Any, replacements: Mapping[Any, Any]) -> None:
-    """Replace masters with the given tensors, and build the CPU and GPU sub-optimizers again."""
+    """Replace masters with the given tensors, in all lists of a DistributedOptimizer, and build the
+    CPU and GPU sub-optimizers again.
+    """
     for master, replacement in replacements.items():
         vars(replacement).update((name, value) for name, value in vars(master).items() if name != "memory")
         replacement.grad = master.grad
-    host.replace_masters(optimizer, replacements)
     inner = optimizer.optimizer
+    lists = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+    for masters in (*lists, *(group["params"] for group in inner.param_groups)):
+        masters[:] = [replacements.get(master, master) for master in masters]
+    for param in (param for group in optimizer.model_float16_groups for param in group):
+        param.main_param = replacements.get(param.main_param, param.main_param)
+    for master in [master for master in inner.state if master in replacements]:
+        inner.state[replacements[master]] = inner.state.pop(master)
     old_groups = [group for sub_optimizer in inner.sub_optimizers for group in sub_optimizer.param_groups]
     inner._init_sub_optimizers()
     inner._sync_hdo_param_groups_to_sub_optimizers()
@@ -317,7 +346,7 @@ def patches(optimizer: Any) -> Iterator[Patch]:
     """Yield patches of an offloading optimizer's methods that return the state dict and that undo
     `offload_to_cpu`.
     """
-    if host.offloads(optimizer.optimizer):
+    if offloads(optimizer.optimizer):
         yield Patch(optimizer, "state_dict", _without_settings(optimizer))
         if hasattr(optimizer, "restore_from_cpu"):
             yield Patch(optimizer, "restore_from_cpu", _leaving_hosted_moments(optimizer))
@@ -332,7 +361,7 @@ def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
 
     def call() -> None:
         inner = optimizer.optimizer
-        state, offloaded = inner.state, host.cpu_copies(inner)
+        state, offloaded = inner.state, cpu_copies(inner)
         inner.state = {master: moments for master, moments in state.items() if master not in offloaded}
         try:
             method()
@@ -349,7 +378,7 @@ def _without_settings(optimizer: Any) -> Callable[..., Any]:
     They include two optimizer classes, on which `torch.load(weights_only=True)` raises.
     """
     method = optimizer.state_dict
-    settings = inspect.signature(host.hybrid().__init__).parameters
+    settings = inspect.signature(hybrid().__init__).parameters
 
     def call() -> Any:
         state = method()

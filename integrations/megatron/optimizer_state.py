@@ -9,7 +9,7 @@ of an optimizer include the state of delayed scaling, too.
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,53 +17,110 @@ from torch import Tensor
 
 from zerocast.integrations.patches import Patch
 
-from . import host
-from .gathers import AttachedShare
-from .guard import Method, MethodGuard
-from .offload import to_save
-from .validate import check_checkpoint
+from . import host, offload
+from .gathers import AttachedShare, Guard
 
 # The entry of an optimizer's state dict with the state of delayed scaling.
 SCALING = "zerocast_scaling"
 logger = logging.getLogger(__name__)
 
 
-def patches(optimizer: Any, shares: Sequence[AttachedShare], guard: MethodGuard) -> Iterator[Patch]:
+def patches(optimizer: Any, shares: Sequence[AttachedShare], guard: Guard) -> Iterator[Patch]:
     """Yield patches of the methods that save and load the state of one optimizer."""
-    for share in shares:
-        yield Patch(optimizer, "sharded_state_dict", _saving_scaling(share))
-        yield Patch(optimizer, "load_state_dict", _loading_scaling(share, guard))
-    if not host.is_layer_wise(optimizer):  # which saves the unsharded state
+    hosts_entries, hosts_load = optimizer.sharded_state_dict, optimizer.load_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with _offsets_to_save(optimizer, kwargs.get("metadata")):
+            entries = hosts_entries(*args, **kwargs)
+        if entries is not None:
+            for share in shares:
+                entries.update(_scaling_entry(share))
+        return entries
+
+    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = hosts_load(state_dict, *args, **kwargs)
+        # While a load is prepared, the host loads a state that it has made itself, and delayed
+        # scaling stays as it is.
+        if not guard.is_preparing:
+            for share in shares:
+                _load_scaling(share, state_dict)
+        return result
+
+    yield Patch(optimizer, "sharded_state_dict", sharded_state_dict)
+    yield Patch(optimizer, "load_state_dict", load_state_dict)
+    # A layer-wise optimizer saves the unsharded state.
+    if not host.is_layer_wise(optimizer):
         yield Patch(optimizer, "_set_main_param_and_optimizer_states", _filling_states(optimizer))
         yield Patch(optimizer, "_get_main_param_and_optimizer_states", _reading_states(optimizer))
-        yield Patch(optimizer, "sharded_state_dict", _saving_unpadded(optimizer))
 
 
-def preparing(guard: MethodGuard, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-    """Wrap the method that makes sharded state dicts: it prepares `optimizers` for the template
-    of a load.
+def check_checkpoint(optimizer: Any, metadata: Any) -> None:
+    """Raise ValueError on all ranks for a checkpoint that Megatron cannot save.
+
+    A `dp_reshardable` one needs a parameter on every rank: Megatron would fail an assertion on the
+    ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
     """
+    # A layer-wise optimizer saves the unsharded state.
+    if host.is_layer_wise(optimizer):
+        return
+    kind = (metadata or {}).get("distrib_optim_sharding_type")
+    if kind == "fully_reshardable" and (missing := moments_left_out(optimizer)):
+        raise ValueError(
+            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of parameters that Adam updates under "
+            f"optimizer={optimizer.config.optimizer!r}: use dp_reshardable"
+        )
+    if kind != "dp_reshardable":
+        return
+    ranks = optimizer.data_parallel_group.size()
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            part_numel = bucket.grad_data.numel() // ranks
+            spans = [buffer.param_index_map[param][:2] for param in bucket.params_list]
+            owners = {
+                rank
+                for start, stop in spans
+                for rank in _owners(start - bucket.offset, stop - bucket.offset, part_numel)
+            }
+            if len(owners) < ranks:
+                raise ValueError(
+                    f"bucket {bucket.bucket_id} with {len(spans)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
+                    "without any, which dp_reshardable checkpoints do not support: use fully_reshardable, or larger buckets"
+                )
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for optimizer in optimizers:
-            check_checkpoint(optimizer, kwargs.get("metadata"))
-        if not host.is_loading(args, kwargs):
-            return sharded_state_dict(*args, **kwargs)
-        # Preparing writes moments. Weights that are partial already stay so, with their first
-        # reason, until the load itself.
-        with contextlib.nullcontext() if guard.validity.partial else guard.validity.transaction("preparing a load"):
-            _prepare_states(optimizers)
-            before, guard.is_preparing = guard.is_preparing, True
-            try:
-                # The host rewrites states here, and may give all parameters of a group one step
-                # tensor, which `copy_group_steps` undoes.
-                template = sharded_state_dict(*args, **kwargs)
-            finally:
-                guard.is_preparing = before
-            copy_group_steps(optimizers)
-            return template
 
-    return call
+def moments_left_out(optimizer: Any) -> list[str]:
+    """Return the moments of Adam that `fully_reshardable` checkpoints of a DistributedOptimizer
+    leave out.
+
+    Since 0.19 the host chooses the moments to save by the name of the configured optimizer. Under
+    Muon that leaves out moments of the parameters that Adam updates.
+    """
+    moments = ("exp_avg", "exp_avg_sq")
+    return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]
+
+
+def _owners(start: int, stop: int, part_numel: int) -> range:
+    """Return the ranks that own elements [start, stop) of a bucket."""
+    return range(start // part_numel, (stop - 1) // part_numel + 1)
+
+
+@contextlib.contextmanager
+def preparing_load(optimizers: Sequence[Any], guard: Guard) -> Iterator[None]:
+    """Prepare `optimizers` for the template of a load, which the host makes while the context is
+    open.
+    """
+    # Preparing writes moments. Weights that are partial already stay so, with their first reason,
+    # until the load itself.
+    with contextlib.nullcontext() if guard.validity.partial else guard.validity.transaction("preparing a load"):
+        _prepare_states(optimizers)
+        before, guard.is_preparing = guard.is_preparing, True
+        try:
+            yield
+        finally:
+            guard.is_preparing = before
+        # The host has rewritten states, and may have given all parameters of a group one step
+        # tensor.
+        copy_group_steps(optimizers)
 
 
 def _prepare_states(optimizers: Sequence[Any]) -> None:
@@ -76,7 +133,7 @@ def _prepare_states(optimizers: Sequence[Any]) -> None:
     with_steps: list[Any] = []  # the states and parameter groups that have a step number
     for optimizer in optimizers:
         inner = optimizer.optimizer
-        if not inner.state and (type(inner).__module__.startswith("torch.optim") or host.offloads(inner)):
+        if not inner.state and (type(inner).__module__.startswith("torch.optim") or offload.offloads(inner)):
             _begin(inner)
         states = [inner.state.get(param, {}) for param in _parameters(inner)]
         if len({frozenset(state) - {"step"} for state in states}) > 1:
@@ -102,11 +159,11 @@ def copy_group_steps(optimizers: Sequence[Any]) -> None:
                     state["step"] = state["step"].new_tensor(float(group["step"]))
             # The sub-optimizers of a HybridDeviceOptimizer count by themselves. In every step it
             # copies its groups to theirs, and would set them back to this number each time.
-            if host.offloads(inner):
+            if offload.offloads(inner):
                 group.pop("step", None)
 
 
-def _reading_states(optimizer: Any) -> Method:
+def _reading_states(optimizer: Any) -> Callable[..., Any]:
     """Wrap the method that returns the master and the moments of a parameter.
 
     Moments become unscaled: TransformerEngine's fused Adam stores FP16 and FP8 moments with a
@@ -116,17 +173,17 @@ def _reading_states(optimizer: Any) -> Method:
 
     def call(model_param: Any) -> dict[str, Any]:
         tensors: dict[str, Any] = read(model_param)
-        tensors.pop(host.HOST_COPY, None)
+        tensors.pop(offload.HOST_COPY, None)
         master = tensors["param"]
         unscaled = getattr(optimizer.optimizer, "get_unscaled_state", lambda master, name: tensors[name])
         # BF16 moments have no scale.
         scaled = [name for name in tensors if name != "param" and tensors[name].dtype != torch.bfloat16]
-        return {**tensors, "param": to_save(master), **{name: unscaled(master, name) for name in scaled}}
+        return {**tensors, "param": offload.to_save(master), **{name: unscaled(master, name) for name in scaled}}
 
     return call
 
 
-def _filling_states(optimizer: Any) -> Method:
+def _filling_states(optimizer: Any) -> Callable[..., Any]:
     """Wrap the method that fills the master and the moments of a parameter from a checkpoint.
 
     A checkpoint has neither the parameter's step nor the CPU copy of its master: these keep their
@@ -138,7 +195,7 @@ def _filling_states(optimizer: Any) -> Method:
         state = read(model_param)
         set_scaled = getattr(optimizer.optimizer, "set_scaled_state", None)
         if set_scaled is None:
-            not_saved = {name: state[name] for name in ("step", host.HOST_COPY) if name in state}
+            not_saved = {name: state[name] for name in ("step", offload.HOST_COPY) if name in state}
             fill(model_param, {**tensors, **not_saved})
             return
         master = state.pop("param")
@@ -177,73 +234,53 @@ def _begin(inner: Any) -> None:
             state["step"].zero_()
 
 
-def _saving_scaling(share: AttachedShare) -> Method:
-    """Wrap an optimizer's `sharded_state_dict`: it gets an entry for delayed scaling.
+def _scaling_entry(share: AttachedShare) -> dict[str, Any]:
+    """Return the entry for the state of delayed scaling; no entry if no weight has any.
 
     The state is the same on all ranks of a share, so it is saved once for them.
     """
-    method, delayed = share.owned.optimizer.sharded_state_dict, share.driver.plan.delayed
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        entries = method(*args, **kwargs)
-        state = delayed.state_dict()
-        if entries is not None and state:
-            # Copies, since an asynchronous save overlaps the next step, which rolls the scales.
-            values = {
-                name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()
-            }
-            index, instance = share.owned.share.replica
-            key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
-            replica = (instance, 0, share.owned.group.rank)
-            sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
-            entries[SCALING + share.owned.share.suffix] = sharded(key, values, (1,), (0,), replica_id=replica)
-        return entries
-
-    return call
+    state = share.driver.plan.delayed.state_dict()
+    if not state:
+        return {}
+    # Copies, since an asynchronous save overlaps the next step, which rolls the scales.
+    values = {name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()}
+    index, instance = share.owned.share.replica
+    key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
+    replica = (instance, 0, share.owned.group.rank)
+    sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
+    return {SCALING + share.owned.share.suffix: sharded(key, values, (1,), (0,), replica_id=replica)}
 
 
-def _loading_scaling(share: AttachedShare, guard: MethodGuard) -> Method:
-    """Wrap an optimizer's `load_state_dict`: it loads delayed scaling from the same state.
-
-    The next cast seeds the scales that the state lacks. While a load is prepared, the host loads
-    a state that it has made itself, and delayed scaling stays as it is.
+def _load_scaling(share: AttachedShare, state_dict: Any) -> None:
+    """Load delayed scaling from an optimizer's state. The next cast seeds the scales that the state
+    lacks.
     """
-    method, delayed = share.owned.optimizer.load_state_dict, share.driver.plan.delayed
-
-    def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(state_dict, *args, **kwargs)
-        if guard.is_preparing:
-            return result
-        missing = delayed.load_state_dict(state_dict.get(SCALING + share.owned.share.suffix, {}))
-        for name in missing:
-            if share.owned.group.rank == 0:
-                logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
-        return result
-
-    return call
+    missing = share.driver.plan.delayed.load_state_dict(state_dict.get(SCALING + share.owned.share.suffix, {}))
+    for name in missing:
+        if share.owned.group.rank == 0:
+            logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
 
 
-def _saving_unpadded(optimizer: Any) -> Method:
-    """Wrap an optimizer's `sharded_state_dict`: `fully_reshardable` checkpoints become right.
+@contextlib.contextmanager
+def _offsets_to_save(optimizer: Any, metadata: Any) -> Iterator[None]:
+    """Let buffers have the offsets by which the host saves them while the context is open.
 
-    For these Megatron concatenates a buffer's buckets without the padding between them, and then
-    slices parameters by offsets that include the padding. During the call the offsets exclude it.
+    For `fully_reshardable` checkpoints Megatron concatenates a buffer's buckets without the padding
+    between them, and then slices parameters by offsets that include the padding. In the context the
+    offsets exclude it.
     """
-    method = optimizer.sharded_state_dict
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if (kwargs.get("metadata") or {}).get("distrib_optim_sharding_type") != "fully_reshardable":
-            return method(*args, **kwargs)
-        index_maps = [(buffer, buffer.param_index_map) for buffer in optimizer.buffers]
-        try:
-            for buffer, index_map in index_maps:
-                buffer.param_index_map = _unpadded(buffer.buckets, index_map)
-            return method(*args, **kwargs)
-        finally:
-            for buffer, index_map in index_maps:
-                buffer.param_index_map = index_map
-
-    return call
+    is_unpadded = (metadata or {}).get("distrib_optim_sharding_type") == "fully_reshardable"
+    if host.is_layer_wise(optimizer) or not is_unpadded:
+        yield
+        return
+    index_maps = [(buffer, buffer.param_index_map) for buffer in optimizer.buffers]
+    try:
+        for buffer, index_map in index_maps:
+            buffer.param_index_map = _unpadded(buffer.buckets, index_map)
+        yield
+    finally:
+        for buffer, index_map in index_maps:
+            buffer.param_index_map = index_map
 
 
 def _unpadded(buckets: Sequence[Any], index_map: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:

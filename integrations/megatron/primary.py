@@ -5,12 +5,14 @@ buffers. No other file of this integration knows these views. zerocast's integra
 TransformerEngine, and so TransformerEngine itself, is imported only for a model with such a tensor.
 """
 
+import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
@@ -19,6 +21,8 @@ from zerocast.integrations.patches import Patch, Patches
 from . import host
 
 _INTEGRATION = "zerocast.integrations.transformer_engine"
+# The attribute of TransformerEngine's recipe for MXFP8 that asks for tiles, since 2.20.
+_TILES = "enable_2d_quantization"
 
 
 def is_primary(param: Any) -> bool:
@@ -27,9 +31,13 @@ def is_primary(param: Any) -> bool:
 
 
 def is_te_tensor(param: Any) -> bool:
-    """Return True if a parameter is a quantized tensor of TransformerEngine. Imports nothing."""
-    of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__)
-    return of_te and hasattr(param, "_get_quantizer")
+    """Return True if a parameter is a quantized tensor of TransformerEngine."""
+    return is_of_te(param) and hasattr(param, "_get_quantizer")
+
+
+def is_of_te(instance: Any) -> bool:
+    """Return True for a tensor or a module of TransformerEngine. Imports nothing."""
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(instance).__mro__)
 
 
 def primary_of(bucket_group: Any) -> list[Any]:
@@ -46,10 +54,25 @@ def weight_of(param: Any) -> QuantizedWeight:
     """
     if isinstance(param, QuantizedWeight):
         return param
-    view = _castable_view(param)
+    view = castable_view(param)
     view.locate(param)
     weight: QuantizedWeight = view.weight
     return weight
+
+
+def castable_view(param: Any) -> Any:
+    """Return the view of a tensor of TransformerEngine, without the current addresses of its
+    buffers.
+
+    Raises TypeError or ValueError for a tensor that cannot be cast in a byte buffer, such as one
+    with more than one set of codes.
+    """
+    if _module(".entry").is_hybrid(param):
+        raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
+    view = _view(param)
+    if view.weight.format.casts_columnwise:
+        raise two_directions(f"a {type(param).__name__} of 1x32 blocks")
+    return view
 
 
 @contextmanager
@@ -81,12 +104,6 @@ def release_initial_values(params: Iterable[Any]) -> None:
     for param in params:
         if is_te_tensor(param) and hasattr(param, "clear_high_precision_init_val"):
             param.clear_high_precision_init_val()
-
-
-def check_primary(param: Any) -> None:
-    """Raise as `weight_of` does, without reading the addresses of the buffers."""
-    if not isinstance(param, QuantizedWeight):
-        _castable_view(param)
 
 
 def shares_codes(param: Any) -> bool:
@@ -134,8 +151,30 @@ def square_mxfp8() -> Iterator[None]:
     fp8 = host.module(host.FP8)
     with Patches() as patches:
         with host.known_api():
-            patches.apply([Patch(fp8, "get_fp8_recipe", host.recipe_of_tiles(fp8.get_fp8_recipe))])
+            patches.apply([Patch(fp8, "get_fp8_recipe", _recipe_of_tiles(fp8.get_fp8_recipe))])
         yield
+
+
+def _recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap `get_fp8_recipe`: an MXFP8 recipe quantizes weights in tiles of 32x32.
+
+    Megatron has no setting for that. The wrapped function raises RuntimeError for a
+    TransformerEngine without such tiles.
+    """
+
+    @functools.wraps(original)
+    def get_fp8_recipe(config: Any) -> Any:
+        recipe = original(config)
+        if recipe is None or not recipe.mxfp8():
+            return recipe
+        if not hasattr(recipe, _TILES):
+            raise RuntimeError(
+                f"{type(recipe).__name__} of this TransformerEngine has no {_TILES}, which 2.20 has: use a different recipe, or "
+                "leave out square_mxfp8()"
+            )
+        return dataclasses.replace(recipe, **{_TILES: True})
+
+    return get_fp8_recipe
 
 
 class TETensors:
@@ -145,10 +184,9 @@ class TETensors:
     the current ones before a cast or a read.
     """
 
-    def __init__(self, names: Iterable[str], params: Iterable[Any], weights: Iterable[QuantizedWeight]) -> None:
-        named = zip(names, params, weights, strict=True)
+    def __init__(self, weights: Iterable[tuple[str, Any, QuantizedWeight]]) -> None:
         # (name, tensor, view of it). For a QuantizedWeight the parameter is the weight itself.
-        self._tensors = [(name, param, weight) for name, param, weight in named if param is not weight]
+        self._tensors = [(name, param, weight) for name, param, weight in weights if param is not weight]
         # One buffer for all amaxes, so that resetting or reducing them is one launch.
         into_flat_buffer([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
 
@@ -185,39 +223,6 @@ def make_te_copies(params: Sequence[Any]) -> None:
     """Make the columnwise copies of gathered tensors, if matrix products on this GPU need any."""
     if params:
         _module("").post_all_gather_processing(params)
-
-
-def target_of_load(param: Any) -> Any:
-    """Return the tensor that `load_state_dict` may copy into a primary weight that is already cast.
-
-    It is the weight itself, or a second tensor of TransformerEngine over the same buffers.
-    """
-    if isinstance(param, QuantizedWeight):
-        return param
-    make_te_copies([param])
-    return param.detach()
-
-
-def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
-    """Let modules with TransformerEngine's tensors call `check` before their forward pass.
-
-    A QuantizedWeight checks by itself when it is read. Returns the functions that remove the hooks.
-    """
-    return [
-        module.register_forward_pre_hook(lambda *_: check()).remove
-        for module in chunk.modules()
-        if any(map(is_te_tensor, module.parameters(recurse=False)))
-    ]
-
-
-def _castable_view(param: Any) -> Any:
-    """Return the view of a tensor. Raises ValueError if it has more than one set of codes."""
-    if _module(".entry").is_hybrid(param):
-        raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
-    view = _view(param)
-    if view.weight.format.casts_columnwise:
-        raise two_directions(f"a {type(param).__name__} of 1x32 blocks")
-    return view
 
 
 def _view(param: Any) -> Any:

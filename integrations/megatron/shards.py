@@ -9,7 +9,7 @@ experts over the ranks with the same experts.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 
 from . import host
-from .offload import memory_of
+from .offload import memory_of, offloads
 from .primary import errors_of, is_primary, primary_of, weight_of
 
 _UNKNOWN = "a parameter of a different model"
@@ -63,40 +63,53 @@ class Share:
     suffix: str = ""
 
 
+@dataclass
+class OwnedWeight:
+    """A quantized weight, and the part of it that this rank owns.
+
+    Attributes:
+        name, param: the host's parameter.
+        weight: the parameter itself, or a view of a tensor of TransformerEngine.
+        master: the FP32 master of the elements that this rank owns, on the device or in CPU memory;
+            None if it owns none.
+        start: the row-major position of the master's first element, or None.
+    """
+
+    name: str
+    param: Any
+    weight: QuantizedWeight
+    master: Tensor | None = None
+    start: int | None = None
+
+    @property
+    def span(self) -> Span:
+        """The elements that this rank owns."""
+        if self.master is None or self.start is None:
+            return Span(0, 0)
+        return Span(self.start, self.start + self.master.numel())
+
+
 @dataclass(frozen=True)
 class OwnedShare:
     """The part of one optimizer's share that this rank owns.
 
     Attributes:
         optimizer, share: the host's optimizer, and the share of it that one group of ranks divides.
-        names, params, weights: the quantized weights in the order of the share's buffers, the same
-            on every rank. For a tensor of TransformerEngine the weight is a view of the parameter.
-        masters: for each weight, the FP32 master of the elements that this rank owns, on the device
-            or in CPU memory; None where it owns none.
-        starts: for each weight, the row-major position of the master's first element, or None.
-        plain: the parameters that are not quantized, keyed by id.
+        weights: the quantized weights in the order of the share's buffers, the same on every rank.
+        plain: the parameters that are not quantized.
         bucket_groups: the host's bucket groups that gather the bytes of the share's buffers.
     """
 
     optimizer: Any
     share: Share
-    names: list[str] = field(default_factory=list)
-    params: list[Any] = field(default_factory=list)
-    weights: list[QuantizedWeight] = field(default_factory=list)
-    masters: list[Tensor | None] = field(default_factory=list)
-    starts: list[int | None] = field(default_factory=list)
-    plain: dict[int, PlainShard] = field(default_factory=dict)
-    bucket_groups: list[Any] = field(default_factory=list)
+    weights: list[OwnedWeight]
+    plain: list[PlainShard]
+    bucket_groups: list[Any]
 
     @property
     def group(self) -> Group:
         """The ranks that share the masters."""
         return Group.of(self.share.group)
-
-    def span(self, index: int) -> Span:
-        """Return the elements that this rank owns of a weight."""
-        master, start = self.masters[index], self.starts[index]
-        return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
 
 def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare]:
@@ -128,36 +141,31 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 
 
 def _owned_share(optimizer: Any, share: Share, names: Mapping[int, str], groups: Sequence[Any]) -> OwnedShare:
-    owned = OwnedShare(optimizer, share)
-    index: dict[int, int] = {}  # position in `owned.weights`, by id of the parameter
+    weights: dict[int, OwnedWeight] = {}  # both by id of the parameter
+    plain: dict[int, PlainShard] = {}
     for buffer in share.buffers:
         for param in buffer.params:
             name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
-                index[id(param)] = len(owned.weights)
-                owned.names.append(name)
-                owned.params.append(param)
                 with errors_of(name):
-                    owned.weights.append(weight_of(param))
-                owned.masters.append(None)
-                owned.starts.append(None)
+                    weights[id(param)] = OwnedWeight(name, param, weight_of(param))
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(
                     f"{name} is in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
                     "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
-                owned.plain[id(param)] = PlainShard(name, param)
+                plain[id(param)] = PlainShard(name, param)
     for param, master, start, rounded in share.masters():
         if is_primary(param):
-            at = index[id(param)]
-            owned.masters[at], owned.starts[at] = memory_of(master), start
+            owned = weights[id(param)]
+            owned.master, owned.start = memory_of(master), start
         else:
             name = names.get(id(param), _UNKNOWN)
-            owned.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
+            plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
     buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
-    owned.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
-    return owned
+    gathering = [group for group in groups if any(id(bucket) in buckets for bucket in group.buckets)]
+    return OwnedShare(optimizer, share, list(weights.values()), list(plain.values()), gathering)
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
@@ -175,23 +183,23 @@ def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
 
 def _check_owned(owned_shares: Sequence[OwnedShare], groups: Sequence[Any], names: Mapping[int, str]) -> None:
     """Raise ValueError for a quantized weight that is gathered and that no given optimizer owns."""
-    with_owner = {id(param) for owned in owned_shares for param in owned.params}
+    with_owner = {id(weight.param) for owned in owned_shares for weight in owned.weights}
     orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in with_owner]
     if orphans:
         raise ValueError(f"no optimizer that was given owns the quantized weights {first_of(orphans)}")
 
 
 @torch.no_grad()
-def read_masters(owned: OwnedShare) -> None:
+def read_from_model(owned: OwnedShare) -> None:
     """Overwrite the masters with the model's values, as at the start of a fine-tuning run.
 
     The values of quantized weights are dequantized.
     """
-    for i, (weight, master) in enumerate(zip(owned.weights, owned.masters, strict=True)):
-        if master is not None:
-            span = owned.span(i)
-            master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
-    for plain in owned.plain.values():
+    for own in owned.weights:
+        if own.master is not None:
+            values = own.weight.dequantize().view(-1)[own.span.start : own.span.stop]
+            own.master.copy_(values.view(own.master.shape))
+    for plain in owned.plain:
         if plain.master is not None and plain.rounded is not None:
             plain.master.copy_(plain.rounded)
 
@@ -272,12 +280,12 @@ def holder_of_masters(optimizer: Any) -> Any:
     return inner[0]
 
 
-def read_given(optimizer: Any, state_dict: Any) -> None:
+def read_from_state_dict(optimizer: Any, state_dict: Any) -> None:
     """Read masters from a model's state dict."""
     kind = host.module(host.OPTIMIZER).DistributedOptimizer
     if not host.is_layer_wise(optimizer):
         inner = optimizer.optimizer
-        if host.offloads(inner):
+        if offloads(inner):
             # The host's method returns early for a HybridDeviceOptimizer.
             optimizer.optimizer = None
         try:

@@ -12,9 +12,12 @@ import torch
 from zerocast import QuantizedWeight
 
 from . import host, unattached
-from .primary import check_primary, errors_of, is_primary
+from .primary import castable_view, errors_of, is_of_te, is_primary, is_te_tensor
 
 SHARDED_OTHERWISE = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
+# The attribute that OptimizerConfig derives from use_precision_aware_optimizer and further
+# settings.
+MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 _WHOLE_MASTERS = (
     "use_distributed_optimizer=False is not supported: quantized weights are in the byte buffers of the distributed optimizer; set "
     "it in DistributedDataParallelConfig and in OptimizerConfig"
@@ -106,9 +109,14 @@ def check_settings(settings: Sequence[Any]) -> None:
             raise ValueError(f"{name} is not supported: {reason}")
 
 
+def masters_are_states(config: Any) -> bool:
+    """Return True if optimizers of this configuration keep masters in the state of a fused Adam."""
+    return bool(getattr(config, MASTERS_ARE_STATES, False))
+
+
 def check_masters(optimizer: Any) -> None:
     """Raise ValueError for an optimizer whose masters are a state of its fused Adam."""
-    if host.masters_are_states(optimizer.config):
+    if masters_are_states(optimizer.config):
         raise ValueError(
             "use_precision_aware_optimizer keeps the masters of an optimizer that is built outside quantized_params() in the state "
             "of its fused Adam, where no cast reads them: build the optimizer inside quantized_params()"
@@ -147,13 +155,14 @@ def check_layers(chunk: Any, weights: Container[str]) -> None:
     """Raise ValueError if one of `weights` is the table of Megatron's embedding, or belongs to a
     layer of TransformerEngine.
     """
+    # Its table is split over tensor-parallel ranks.
+    embedding = host.module(host.LAYERS).VocabParallelEmbedding
     for name, module in chunk.named_modules():
-        if isinstance(module, host.embedding()) and f"{name}.weight" in weights:
+        if isinstance(module, embedding) and f"{name}.weight" in weights:
             raise ValueError(
                 f"{name}.weight is the table of an embedding and is not quantized: match it with 'identity'"
             )
-        of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
-        for weight, _ in module.named_parameters(name, recurse=False) if of_te else ():
+        for weight, _ in module.named_parameters(name, recurse=False) if is_of_te(module) else ():
             if weight in weights:
                 raise ValueError(
                     f"{weight} is a weight of TransformerEngine's {type(module).__name__}, which multiplies by its own tensors: "
@@ -163,8 +172,10 @@ def check_layers(chunk: Any, weights: Container[str]) -> None:
 
 def check_grouped(module: Any) -> None:
     """Raise ValueError for a weight of TransformerEngine that holds several experts."""
+    # Since 0.19.
+    holds_several = getattr(host.module(host.FP8), "is_grouped_tensor_with_quantized_storage", lambda _: False)
     for name, param in module.named_parameters():
-        if host.holds_several(param):
+        if holds_several(param):
             raise ValueError(
                 f"{name} is a {type(param).__name__} with the codes of several experts, and their copies by columns in one buffer: "
                 "set moe_single_grouped_weight=False, so that each expert has its own weight"
@@ -176,9 +187,9 @@ def check_te_tensors(named: Iterable[tuple[str, Any]]) -> None:
     byte buffer cannot hold.
     """
     for name, param in named:
-        if is_primary(param):
+        if is_te_tensor(param):
             with errors_of(name):
-                check_primary(param)
+                castable_view(param)
 
 
 def check_distributed(config: Any) -> None:
@@ -219,7 +230,10 @@ def check_layer_wise(config: Any) -> None:
 
 def check_layout_is_known(options: Any) -> None:
     """Raise ValueError if megatron.training's layout would divide a matrix between two ranks."""
-    if not host.lays_out_whole_matrices():
+    has_layout = any(
+        hasattr(host.module(kind.__module__), "tag_params_for_buffer_routing") for kind in host.layer_wise()
+    )
+    if not has_layout:
         raise ValueError(
             f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix is in the "
             "part of one rank; 0.19 does; or use optimizer='adam', or zerocast.ZeroMuon"
@@ -233,14 +247,15 @@ def check_layout_is_known(options: Any) -> None:
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
     """Raise ValueError unless the layout puts each quantized weight into the part of one rank."""
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
-        if is_primary(param) and not host.is_tagged(param):
+        if is_primary(param) and not hasattr(param, host.MANAGED):
             raise ValueError(
                 f"{name} is in no bucket of whole matrices: before DistributedDataParallel is built call "
                 "tag_params_for_buffer_routing([model]), and pass it the full_param_layout of "
                 "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or "
                 "use optimizer='adam'"
             )
-        if host.is_of_an_expert(param) and not host.is_managed_by_layer(param):
+        is_of_an_expert = not getattr(param, "allreduce", True)
+        if is_of_an_expert and not host.is_managed_by_layer(param):
             raise ValueError(
                 f"{name} of an expert is not a matrix, and Megatron has no Adam for experts under a "
                 "LayerWiseDistributedOptimizer: set add_bias_linear=False, or use optimizer='adam'"
@@ -251,44 +266,6 @@ def has_stepped(optimizer: Any) -> bool:
     """Return True if the inner optimizer holds any state yet."""
     inner = optimizer.optimizer
     return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)
-
-
-def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """Raise ValueError on all ranks for a checkpoint that Megatron cannot save.
-
-    A `dp_reshardable` one needs a parameter on every rank: Megatron would fail an assertion on the
-    ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
-    """
-    kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if host.is_layer_wise(optimizer):  # which saves the unsharded state
-        return
-    if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
-        raise ValueError(
-            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of parameters that Adam updates under "
-            f"optimizer={optimizer.config.optimizer!r}: use dp_reshardable"
-        )
-    if kind != "dp_reshardable":
-        return
-    ranks = optimizer.data_parallel_group.size()
-    for buffer in optimizer.buffers:
-        for bucket in buffer.buckets:
-            part_numel = bucket.grad_data.numel() // ranks
-            spans = [buffer.param_index_map[param][:2] for param in bucket.params_list]
-            owners = {
-                rank
-                for start, stop in spans
-                for rank in _owners(start - bucket.offset, stop - bucket.offset, part_numel)
-            }
-            if len(owners) < ranks:
-                raise ValueError(
-                    f"bucket {bucket.bucket_id} with {len(spans)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
-                    "without any, which dp_reshardable checkpoints do not support: use fully_reshardable, or larger buckets"
-                )
-
-
-def _owners(start: int, stop: int, part_numel: int) -> range:
-    """Return the ranks that own elements [start, stop) of a bucket."""
-    return range(start // part_numel, (stop - 1) // part_numel + 1)
 
 
 def _check_experts(chunk: Any) -> None:

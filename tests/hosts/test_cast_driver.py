@@ -129,11 +129,12 @@ def test_an_exception_between_two_casts_is_told_by_the_second() -> None:
     error = ValueError("injected")
 
     def step() -> None:
-        made.plan.validity.casts += 1
-        raise error
+        with raising_together([made, alone, second, third]):
+            made.plan.validity.casts += 1
+            raise error
 
     with pytest.raises(ValueError, match="injected"):
-        raising_together(step, [made, alone, second, third])()
+        step()
     assert [driver.refuse.mock_calls for driver in (made, alone, second, third)] == [[], [], [mock.call(error)], []]
 
 

@@ -17,12 +17,13 @@ from tests.megatron.pretraining import WHY_NOT, Trained, pretrain
 from tests.megatron.te_attaching import grouped
 from tests.megatron.training import NARROW, Run
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host, installation
+from zerocast.integrations.megatron import installation
 from zerocast.integrations.megatron.primary import weight_of
 
 if not WHY_NOT:
     import megatron.training.training as loop
     from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
 
 RECIPE = {"*.linear_fc1.weight": "fp8_block", "*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", *(f"{pattern}={fmt}" for pattern, fmt in RECIPE.items()))
@@ -115,7 +116,7 @@ def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -
     def build(original: Any) -> Any:
         def call(chunks: Any, *args: Any, **kwargs: Any) -> Any:
             for chunk in [] if last_stage and not parallel_state.is_pipeline_last_stage() else chunks:
-                for layer in host.unwrapped(chunk).decoder.layers:
+                for layer in unwrap_model(chunk).decoder.layers:
                     for name in ("linear_fc1", "linear_fc2"):
                         value = getattr(layer.mlp, name).weight.detach()
                         made = te.TELinear(*reversed(value.shape))
@@ -131,7 +132,7 @@ def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -
     name = "correct_amax_history_if_needed"
     with contextlib.ExitStack() as stack:
         stack.enter_context(te.te_in_the_host())
-        for module in host.model_builders():
+        for module in installation.model_builders():
             stack.enter_context(mock.patch.object(module, name, build(getattr(module, name))))
         yield
 

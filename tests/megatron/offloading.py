@@ -47,7 +47,7 @@ def offloaded(
 def _copies(run: Run) -> list[Tensor]:
     """The copies of masters in host memory, as the host has them."""
     own = run.optimizer.chained_optimizers
-    return [copy for one in own for copy in megatron_names.cpu_copies(one.optimizer).values()]
+    return [copy for one in own for copy in offload.cpu_copies(one.optimizer).values()]
 
 
 def count_offloaded(run: Run, attached: Any) -> int:
@@ -180,9 +180,7 @@ def build_one_by_one(case: Case) -> None:
             ours = build(case)
         with made_on_the_device(), integration.quantized_params():
             theirs = build(case)
-        copies = [
-            master for one in theirs.optimizer.chained_optimizers for master in megatron_names.cpu_copies(one.optimizer)
-        ]
+        copies = [master for one in theirs.optimizer.chained_optimizers for master in offload.cpu_copies(one.optimizer)]
         chosen = [any(master is copied for copied in copies) for _, master in _masters(theirs)]
         hosted = [isinstance(master, CpuMaster) for _, master in _masters(ours)]
         assert hosted == chosen and any(hosted)
@@ -201,7 +199,7 @@ def reattach(case: Case) -> None:
         before, offloads = broken.run.masters(), count_offloaded(broken.run, broken.attachment)
         broken.attachment.detach()
         masters = list(_masters(broken.run))
-        copies = [megatron_names.cpu_copies(one.optimizer) for one in broken.own]
+        copies = [offload.cpu_copies(one.optimizer) for one in broken.own]
         inner = [p for one in broken.own for group in one.optimizer.param_groups for p in group["params"]]
         assert not any(isinstance(m, CpuMaster) or on_host(m) for m in [m for _, m in masters] + inner)
         assert {id(m) for _, m in masters} == {id(p) for p in inner}
@@ -241,7 +239,7 @@ def restore(case: Case) -> None:
         for one in run.optimizer.chained_optimizers:
             for master, state in one.optimizer.state.items():
                 names = [name for name, value in state.items() if any(value is tensor for tensor in moved)]
-                if master in megatron_names.cpu_copies(one.optimizer):
+                if master in offload.cpu_copies(one.optimizer):
                     assert not names
                 others += len(names)
         assert others > 0

@@ -22,7 +22,7 @@ from tests.megatron.pretraining import FLAGS, ON_CPU, WHY_NOT, Trained, module_o
 from tests.megatron.training import NARROW, Case, Run
 from tests.workers import error_of, on_ranks
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host, installation
+from zerocast.integrations.megatron import host, installation, offload
 
 if not WHY_NOT:
     import megatron.training.training as loop
@@ -111,7 +111,7 @@ def test_the_norm_of_masters_in_host_memory() -> None:
     def after(trained: Trained) -> None:
         run = trained.run
         assert run is not None
-        norm_of = host.training().calc_params_l2_norm
+        norm_of = installation.training().calc_params_l2_norm
         utils = sys.modules[norm_of.__module__]
         apply = utils.multi_tensor_applier
 
@@ -122,7 +122,7 @@ def test_the_norm_of_masters_in_host_memory() -> None:
         with mock.patch.object(utils, "multi_tensor_applier", by_address):
             norm = float(norm_of(run.ddp))
         assert norm == pytest.approx(sum(float(m.double().square().sum()) for m in run.masters().values()) ** 0.5)
-        assert any(host.cpu_copies(one.optimizer) for one in host.distributed_optimizers(run.optimizer))
+        assert any(offload.cpu_copies(one.optimizer) for one in host.distributed_optimizers(run.optimizer))
 
     unpinned = ("--no-pin-cpu-grads", "--no-pin-cpu-params")
     with cuda_on_cpu(), host_memory(), installed(RECIPE):

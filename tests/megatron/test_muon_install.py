@@ -16,7 +16,7 @@ from tests.megatron.pretraining import WHY_NOT
 from tests.megatron.test_install import SECONDS
 from tests.megatron.training import NARROW
 from tests.workers import error_of, on_ranks
-from zerocast.integrations.megatron import host, installation
+from zerocast.integrations.megatron import installation, layout, optimizer_state
 
 if not WHY_NO_MUON:
     from megatron.core.optimizer import layer_wise_optimizer
@@ -51,13 +51,13 @@ def _in_an_older_release() -> None:
 
 def _wrapped_otherwise() -> None:
     """A release that wraps models elsewhere, with no layout of whole matrices."""
-    with mock.patch.object(host, "wrappers_of_built_models", return_value=[]):
+    with mock.patch.object(layout, "wrappers_of_built_models", return_value=[]):
         run_with(*MUON)()
 
 
 def _saved_without_a_moment() -> None:
     """Megatron does so under Lion, whose moments it takes Adam's for."""
-    with mock.patch.object(host, "moments_left_out", return_value=["exp_avg_sq"]):
+    with mock.patch.object(optimizer_state, "moments_left_out", return_value=["exp_avg_sq"]):
         run_with(*MUON, RESHARDABLE, "--save", "never written", "--save-interval", "1")()
 
 

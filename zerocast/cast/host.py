@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -374,23 +374,20 @@ class CastDriver:
         self.plan.validity.watch([*own, *of_plain], sharded=self.plan.group.size > 1)
 
 
-def raising_together(method: Callable[..., Any], drivers: Sequence[CastDriver]) -> Callable[..., Any]:
-    """Wrap a method that casts by `drivers`, in this order: an exception before a cast is raised on
-    all ranks of that cast. They would wait for this rank otherwise.
+@contextlib.contextmanager
+def raising_together(drivers: Sequence[CastDriver]) -> Iterator[None]:
+    """Raise an exception before a cast by `drivers`, which cast in this order while the context is
+    open, on all ranks of that cast. They would wait for this rank otherwise.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = [driver.plan.validity.casts for driver in drivers]
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            for driver, casts in zip(drivers, before, strict=True):
-                if driver.plan.validity.casts == casts and driver.plan.has_peers:
-                    driver.refuse(error)
-                    break
-            raise
-
-    return call
+    before = [driver.plan.validity.casts for driver in drivers]
+    try:
+        yield
+    except Exception as error:
+        for driver, casts in zip(drivers, before, strict=True):
+            if driver.plan.validity.casts == casts and driver.plan.has_peers:
+                driver.refuse(error)
+                break
+        raise
 
 
 class StepCollectives(NamedTuple):
