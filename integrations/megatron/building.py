@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches, replaced
 
 from . import host, layout, offload, unattached, validate
 from .primary import (
@@ -286,12 +286,8 @@ class ConstructionChecks:
                 given["config"] = self._config_of(given["config"])
             if not any(isinstance(param, QuantizedWeight) for param in params):
                 return factory(*bound.args, **bound.kwargs)
-            config = given["config"]
-            before, config.fp8_recipe = config.fp8_recipe, None
-            try:
+            with replaced(given["config"], "fp8_recipe", None):
                 return factory(*bound.args, **bound.kwargs)
-            finally:
-                config.fp8_recipe = before
 
         return call
 
@@ -328,11 +324,8 @@ class ConstructionChecks:
 
         @functools.wraps(original)
         def init(*args: Any, **kwargs: Any) -> None:
-            before, self._is_layer_wise = self._is_layer_wise, True
-            try:
+            with replaced(self, "_is_layer_wise", True):
                 checked(*args, **kwargs)
-            finally:
-                self._is_layer_wise = before
             for chunk in args[0].model_chunks:
                 release_initial_values(filter(host.is_managed_by_layer, chunk.parameters()))
 
@@ -398,14 +391,9 @@ def _starting_from_initial_values(original: Callable[..., None]) -> Callable[...
     def init(built: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = optimizer.param_groups if optimizer else ()
         weights = [p for group in groups for p in group["params"] if is_primary(p)]
-        # The host computes `param.detach().clone().float()`. An attribute of the instance comes
-        # before the method of the class.
-        for weight in weights:
-            vars(weight)["detach"] = functools.partial(initial_value, weight)
-        try:
+        with Patches() as patches:
+            # The host computes `param.detach().clone().float()`.
+            patches.apply(Patch(weight, "detach", functools.partial(initial_value, weight)) for weight in weights)
             original(built, optimizer, *args, **kwargs)
-        finally:
-            for weight in weights:
-                del vars(weight)["detach"]
 
     return init

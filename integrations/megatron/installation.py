@@ -28,7 +28,7 @@ from zerocast import Recipe, quantize_
 from zerocast.distributed.agreement import largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.recipe import RecipeLike
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches, replaced
 
 from . import host, layout, validate
 from .attachment import Attachment, attach
@@ -232,14 +232,11 @@ class Installation:
         def load(*args: Any, **kwargs: Any) -> Any:
             # If a checkpoint is loaded without its optimizer, Megatron reads the masters from the
             # state dict then, and not from the model, whose values are rounded to a format.
-            before, options.load_main_params_from_ckpt = options.load_main_params_from_ckpt, True
-            try:
+            with replaced(options, "load_main_params_from_ckpt", True):
                 return original_load(*args, **kwargs)
-            finally:
-                options.load_main_params_from_ckpt = before
 
         if validate.is_by_layer(options):
-            yield from layout.whole_matrices()
+            yield from layout.whole_matrices(model_builders())
         for module in model_builders():
             name = "correct_amax_history_if_needed"
             yield Patch(module, name, before_wrapping(getattr(module, name)))

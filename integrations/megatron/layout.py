@@ -8,10 +8,8 @@ Megatron's own layout pads elements and bytes separately, and mixes widths: a ra
 that another rank sends, and they are lost on every rank.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -83,9 +81,10 @@ def lay_out_by_width(
     )
 
 
-def whole_matrices() -> Iterator[Patch]:
+def whole_matrices(model_builders: Sequence[Any]) -> Iterator[Patch]:
     """Yield patches of the function that wraps models which megatron.training builds from a
-    configuration: they get the layout of whole matrices.
+    configuration: they get the layout of whole matrices. Older releases do not have it in any of
+    their `model_builders`, the modules that build models.
 
     Megatron makes that layout only for models that a script provides. For models from a
     configuration it computes the layout of a DistributedOptimizer, for any optimizer, and none
@@ -93,8 +92,10 @@ def whole_matrices() -> Iterator[Patch]:
     """
     (kind,) = host.layer_wise()
     tag = host.module(kind.__module__).tag_params_for_buffer_routing
-    for module, name, lays_out in wrappers_of_built_models():
-        wrap = getattr(module, name)
+    for module in model_builders:
+        if not hasattr(module, "_ddp_wrap"):
+            continue
+        wrap = module._ddp_wrap
 
         @functools.wraps(wrap)
         def call(
@@ -104,22 +105,9 @@ def whole_matrices() -> Iterator[Patch]:
             tag(chunks)
             return wrap(chunks, random_init, ddp_config, *args, **kwargs)
 
-        yield Patch(module, name, call)
-        yield Patch(module, lays_out, kind)
-
-
-def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
-    """Return (module, function, class) where megatron.training wraps models that it builds of a
-    configuration.
-
-    Both are names in the module: the function that wraps, and the class that it asks for the layout
-    of the buffers. Empty for releases without that function.
-    """
-    names = ("_ddp_wrap", "DistributedOptimizer")
-    with contextlib.suppress(ImportError):
-        builders = importlib.import_module(host.MODEL_BUILDERS)
-        return [(builders, *names)] if all(hasattr(builders, name) for name in names) else []
-    return []
+        yield Patch(module, "_ddp_wrap", call)
+        # This class makes the layout of the buffers.
+        yield Patch(module, "DistributedOptimizer", kind)
 
 
 def group_by_owner(partition: Callable[..., Any]) -> Callable[..., Any]:

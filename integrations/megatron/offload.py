@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches, replaced
 
 from . import host
 from .primary import is_primary
@@ -264,9 +264,8 @@ def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> No
         on_device.data.copy_(memory)
         restored[cpu_master] = on_device
         copies[on_device] = memory
-    with Patches() as patches:
-        # The host's own sorting would allocate new copies, and moments belong to these.
-        patches.apply([Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, copies, False))])
+    # The host's own sorting would allocate new copies, and moments belong to these.
+    with replaced(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, copies, False)):
         _replace(optimizer, restored)
 
 
@@ -332,14 +331,11 @@ def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
     """
     params = [param for chunk in chunks for param in chunk.parameters()]
     masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), CpuMaster)}
-    try:
+    with Patches() as patches:
         for param, master in masters.items():
             norm = torch.linalg.vector_norm(master.memory, dtype=torch.float64)
-            param.main_param = norm.to(master.device, torch.float32).view(1)
+            patches.apply([Patch(param, "main_param", norm.to(master.device, torch.float32).view(1))])
         yield
-    finally:
-        for param, master in masters.items():
-            param.main_param = master
 
 
 def patches(optimizer: Any) -> Iterator[Patch]:
@@ -361,12 +357,10 @@ def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
 
     def call() -> None:
         inner = optimizer.optimizer
-        state, offloaded = inner.state, cpu_copies(inner)
-        inner.state = {master: moments for master, moments in state.items() if master not in offloaded}
-        try:
+        offloaded = cpu_copies(inner)
+        on_device = {master: moments for master, moments in inner.state.items() if master not in offloaded}
+        with replaced(inner, "state", on_device):
             method()
-        finally:
-            inner.state = state
 
     return call
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.integrations.patches import Patch
+from zerocast.integrations.patches import Patch, Patches, replaced
 
 from . import host, offload
 from .gathers import AttachedShare, Guard
@@ -113,11 +113,8 @@ def preparing_load(optimizers: Sequence[Any], guard: Guard) -> Iterator[None]:
     # until the load itself.
     with contextlib.nullcontext() if guard.validity.partial else guard.validity.transaction("preparing a load"):
         _prepare_states(optimizers)
-        before, guard.is_preparing = guard.is_preparing, True
-        try:
+        with replaced(guard, "is_preparing", True):
             yield
-        finally:
-            guard.is_preparing = before
         # The host has rewritten states, and may have given all parameters of a group one step
         # tensor.
         copy_group_steps(optimizers)
@@ -270,17 +267,11 @@ def _offsets_to_save(optimizer: Any, metadata: Any) -> Iterator[None]:
     offsets exclude it.
     """
     is_unpadded = (metadata or {}).get("distrib_optim_sharding_type") == "fully_reshardable"
-    if host.is_layer_wise(optimizer) or not is_unpadded:
+    with Patches() as patches:
+        for buffer in optimizer.buffers if is_unpadded and not host.is_layer_wise(optimizer) else ():
+            unpadded = _unpadded(buffer.buckets, buffer.param_index_map)
+            patches.apply([Patch(buffer, "param_index_map", unpadded)])
         yield
-        return
-    index_maps = [(buffer, buffer.param_index_map) for buffer in optimizer.buffers]
-    try:
-        for buffer, index_map in index_maps:
-            buffer.param_index_map = _unpadded(buffer.buckets, index_map)
-        yield
-    finally:
-        for buffer, index_map in index_maps:
-            buffer.param_index_map = index_map
 
 
 def _unpadded(buckets: Sequence[Any], index_map: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations.patches import replaced
 
 from . import host
 
@@ -149,9 +149,9 @@ def square_mxfp8() -> Iterator[None]:
     a TransformerEngine without such tiles.
     """
     fp8 = host.module(host.FP8)
-    with Patches() as patches:
-        with host.known_api():
-            patches.apply([Patch(fp8, "get_fp8_recipe", _recipe_of_tiles(fp8.get_fp8_recipe))])
+    with host.known_api():
+        recipe = _recipe_of_tiles(fp8.get_fp8_recipe)
+    with replaced(fp8, "get_fp8_recipe", recipe):
         yield
 
 

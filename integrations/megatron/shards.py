@@ -20,6 +20,7 @@ from zerocast.cast.host import PlainShard
 from zerocast.distributed.agreement import first_of
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
+from zerocast.integrations.patches import replaced
 
 from . import host
 from .offload import memory_of, offloads
@@ -284,15 +285,11 @@ def read_from_state_dict(optimizer: Any, state_dict: Any) -> None:
     """Read masters from a model's state dict."""
     kind = host.module(host.OPTIMIZER).DistributedOptimizer
     if not host.is_layer_wise(optimizer):
-        inner = optimizer.optimizer
-        if offloads(inner):
-            # The host's method returns early for a HybridDeviceOptimizer.
-            optimizer.optimizer = None
-        try:
+        # The host's method returns early for a HybridDeviceOptimizer.
+        inner = None if offloads(optimizer.optimizer) else optimizer.optimizer
+        with replaced(optimizer, "optimizer", inner):
             # By the method of the class, since an attachment replaces that of the instance.
             kind._copy_model_params_to_main_params(optimizer, state_dict)
-        finally:
-            optimizer.optimizer = inner
         return
     # A layer-wise optimizer has no such method. A DistributedOptimizer has the lookup of names,
     # which needs nothing of its instance but the model chunks.

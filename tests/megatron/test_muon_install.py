@@ -51,7 +51,7 @@ def _in_an_older_release() -> None:
 
 def _wrapped_otherwise() -> None:
     """A release that wraps models elsewhere, with no layout of whole matrices."""
-    with mock.patch.object(layout, "wrappers_of_built_models", return_value=[]):
+    with mock.patch.object(layout, "whole_matrices", return_value=[]):
         run_with(*MUON)()
 
 

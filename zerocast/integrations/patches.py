@@ -51,3 +51,11 @@ class Patches(contextlib.ExitStack):
         """Delete an attribute of an instance, so that the one of its class is used."""
         self.callback(setattr, owner, name, vars(owner)[name])
         delattr(owner, name)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace one attribute while the context is open."""
+    with Patches() as patches:
+        patches.apply([Patch(owner, name, value)])
+        yield
