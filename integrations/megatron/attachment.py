@@ -186,7 +186,7 @@ def build_share(owned: OwnedShare, guard: Guard, patches: Patches) -> AttachedSh
         # detach() and attach() between two steps change no byte.
         delayed.load_state_dict(earlier_scaling.state_dict())
         delayed.unseeded = earlier_scaling.unseeded
-    return AttachedShare(owned, gathers, driver)
+    return AttachedShare(owned, gathers, driver, raises_alone=host.is_layer_wise(owned.optimizer))
 
 
 class Attachment:

@@ -25,7 +25,6 @@ from zerocast.distributed.group import Group
 from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
 
-from . import host
 from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of
 from .shards import OwnedShare
 
@@ -248,19 +247,19 @@ class AttachedShare:
         owned: its weights and the masters that this rank owns.
         gathers: the all-gathers of its byte buffers.
         driver: its casts.
+        raises_alone: True if an exception before a cast stays on its rank. The steps and loads of
+            an optimizer that owns whole matrices have collectives of their own before the cast.
     """
 
     owned: OwnedShare
     gathers: Gathers
     driver: CastDriver
+    raises_alone: bool
 
 
 def raising_on_all(shares: Sequence[AttachedShare]) -> AbstractContextManager[None]:
     """Raise an exception before a cast of `shares` on all ranks that share their masters, while the
     context is open.
-
-    The steps and loads of an optimizer that owns whole matrices have collectives of their own
-    before the cast, so exceptions in these stay on their rank.
     """
-    is_alone = any(host.is_layer_wise(share.owned.optimizer) for share in shares)
-    return raising_together([] if is_alone else [share.driver for share in shares])
+    raises_alone = any(share.raises_alone for share in shares)
+    return raising_together([] if raises_alone else [share.driver for share in shares])
