@@ -20,11 +20,10 @@ from zerocast.cast.host import PlainShard
 from zerocast.distributed.agreement import first_of
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
-from zerocast.integrations.patches import replaced
 
 from . import host
-from .offload import memory_of, offloads
-from .primary import errors_of, is_primary, primary_of, weight_of
+from .offload import memory_of
+from .primary import errors_of, is_primary, is_te_tensor, primary_of, weight_of
 
 _UNKNOWN = "a parameter of a different model"
 
@@ -282,20 +281,14 @@ def holder_of_masters(optimizer: Any) -> Any:
 
 
 def read_from_state_dict(optimizer: Any, state_dict: Any) -> None:
-    """Read masters from a model's state dict."""
+    """Overwrite the masters with the values of a model's state dict."""
+    # The class of a DistributedOptimizer looks up names. That needs nothing of its instance but the
+    # model chunks, and a layer-wise optimizer has no such method.
     kind = host.module(host.OPTIMIZER).DistributedOptimizer
-    if not host.is_layer_wise(optimizer):
-        # The host's method returns early for a HybridDeviceOptimizer.
-        inner = None if offloads(optimizer.optimizer) else optimizer.optimizer
-        with replaced(optimizer, "optimizer", inner):
-            # By the method of the class, since an attachment replaces that of the instance.
-            kind._copy_model_params_to_main_params(optimizer, state_dict)
-        return
-    # A layer-wise optimizer has no such method. A DistributedOptimizer has the lookup of names,
-    # which needs nothing of its instance but the model chunks.
     finder = kind.__new__(kind)
     finder.model_chunks = optimizer.model_chunks
     values = finder._build_model_param_to_state_dict_param_map(state_dict)
     for share in shares(optimizer):
-        for param, master, *_ in share.masters():
-            master.copy_(values[param].view(master.shape))
+        for param, master, start, _ in share.masters():
+            value = values[param].dequantize() if is_te_tensor(values[param]) else values[param]
+            master.copy_(value.view(-1)[start : start + master.numel()].view(master.shape))
