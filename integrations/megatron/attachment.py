@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zerocast import CastPlan, verify
-from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.host import CastDriver, Host
 from zerocast.distributed.agreement import first_of, together, validate_across_ranks
 from zerocast.formats.layout import byte_range
@@ -247,12 +246,10 @@ class Attachment:
         The model stays as it is and can be read. Collective where gathers overlap: the gathers of
         the last step are finished first.
         """
-        delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
-        for share in self._shares:
-            # Partial weights may come from a rank that died: a collective would then never end.
-            if not self._guard.validity.partial:
+        # Partial weights may come from a rank that died: a collective would then never end.
+        if not self._guard.validity.partial:
+            for share in self._shares:
                 share.gathers.start_due()
-            delayed[id(share.owned.optimizer)][share.owned.share.suffix] = share.driver.plan.delayed
         try:
             self._patches.close()
         finally:
@@ -260,8 +257,9 @@ class Attachment:
             # then the host's own copy must not overwrite the quantized weights.
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
-                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
-                    unattached.refuse(optimizer, state)
+                    of_optimizer = [share for share in self._shares if share.owned.optimizer is optimizer]
+                    delayed = {share.owned.share.suffix: share.driver.plan.delayed for share in of_optimizer}
+                    unattached.refuse(optimizer, unattached.DetachedState(delayed, self._guard.validity))
             self.plans, self._optimizers, self._shares = [], [], []
 
     def _after_step(self) -> None:

@@ -93,9 +93,9 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return owners
 
 
-def bucket_groups(chunk: Any) -> list[Any]:
-    """Return the bucket groups of a DistributedDataParallel, including the groups of experts."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+def bucket_groups(chunks: Sequence[Any]) -> list[Any]:
+    """Return the bucket groups of DistributedDataParallels, including the groups of experts."""
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
 
 def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

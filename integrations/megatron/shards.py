@@ -120,7 +120,7 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
     quantized weight that is not gathered and for one that no optimizer owns.
     """
     names = _unique_names(chunks)
-    groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
+    groups = host.bucket_groups(chunks)
     owned_shares = [_owned_share(inner, share, names, groups) for inner in optimizers for share in shares(inner)]
     _check_gathered(chunks, groups)
     _check_owned(owned_shares, groups, names)

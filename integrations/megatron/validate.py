@@ -75,7 +75,7 @@ def validate(optimizer: Any, distributed: Sequence[Any], chunks: Sequence[Any], 
     if not any(map(host.is_layer_wise, distributed)):
         for inner in distributed:
             check_adam(inner.config)
-    _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
+    _check_first([optimizer, *distributed], host.bucket_groups(chunks))
 
 
 def check_verify_every(steps: int | None) -> None:
