@@ -1,7 +1,8 @@
 """The methods of the host that an attachment replaces, and what each does then.
 
 Methods are replaced on instances, from top to bottom, so that a method that is named twice is
-wrapped twice. Everything depends on the first: Megatron's step calls it after the inner step.
+wrapped twice. `attach` replaces them by one `Patches`, which `Attachment.detach` closes. Everything
+depends on the first: Megatron's step calls it after the inner step.
 
     each distributed optimizer inside `optimizer`
       _copy_main_params_to_model...   is the cast; then Megatron starts the gathers
@@ -14,11 +15,11 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
         finish_param_sync             at a time
       _post_param_sync                does nothing: the copies of TransformerEngine's tensors exist
     each distributed optimizer, in checkpoints (`optimizer_state.py`)
-      sharded_state_dict,             also save and load the state of delayed scaling
-        load_state_dict
+      sharded_state_dict              also saves the state of delayed scaling, and corrects offsets
+                                      in `fully_reshardable` checkpoints
+      load_state_dict                 also loads the state of delayed scaling
       _set_main_param_and_...,        keep step numbers; moments are saved without their scale
         _get_main_param_and_...
-      sharded_state_dict              corrects offsets in `fully_reshardable` checkpoints
     `optimizer` and each distributed optimizer
       step_with_ready_grads           an exception in it leaves the weights partial, and is raised
                                       on all ranks that share masters
