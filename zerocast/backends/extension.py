@@ -120,7 +120,12 @@ class CompiledStage:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the stage once."""
-        BoundStage(self, dict(enumerate(arguments)), check=lambda *_: None)(arguments)
+        skip = None if self.skip_place is None else arguments[self.skip_place]
+        if skip is not None and bool(skip):
+            return
+        converted = [convert(arguments[place]) for place, convert in self.converters]
+        made = [make(arguments[0], arguments[self.table_place]) for make in self.from_table]
+        self.entry(*converted, *made, self.last(arguments[self.table_place]))
 
 
 class BoundStage:
@@ -148,10 +153,9 @@ class BoundStage:
     def __call__(self, arguments: Sequence[Any]) -> None:
         """Run the stage by all arguments of its table entry. The fixed ones are only checked."""
         stage = self._stage
-        if stage.skip_place is not None:
-            skip = arguments[stage.skip_place]
-            if skip is not None and bool(skip):
-                return
+        skip = None if stage.skip_place is None else arguments[stage.skip_place]
+        if skip is not None and bool(skip):
+            return
         addresses = list(map(Tensor.data_ptr, self._tensors))
         if addresses != self._addresses:
             self._check(*arguments)
