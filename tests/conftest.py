@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import inspect
+import logging
 import os
 import re
 import secrets
@@ -20,7 +21,7 @@ from tests.devices import HERE, gpu_params
 from tests.hosts import record
 from tests.hosts.record import pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
-from tests.workers import Pool, Ranks, fork_server, freeze_modules, preload
+from tests.workers import Pool, Ranks, fork_server, freeze_modules, preload, seed_random_numbers
 from zerocast.weight import owners
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +101,10 @@ def pytest_collection_finish() -> None:
     # Commands that tests start read the variable. Where it is not set, Lightning's trainer sets it, and torch's threads as well, to
     # the number of cores: two processes of tests then wait for each other's threads until they end.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Of every test pytest adds six handlers to each logger that does not propagate, and removes them. torch has forty.
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "torch":
+            logging.getLogger(name).propagate = True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -239,5 +244,5 @@ def fresh_process() -> None:
     """Make each test independent of those before it: seed the random numbers, and forget weights that an
     earlier test left with gradients and without an owner.
     """
-    torch.manual_seed(0)
+    seed_random_numbers()
     owners.forget_all()

@@ -306,6 +306,18 @@ def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> N
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
 
 
+def seed_random_numbers() -> None:
+    """Seed them anew. Without a GPU `torch.manual_seed` keeps the seed for each kind of device that may come, with the text of the
+    whole stack, which takes longer than many a test.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
+
+
 def freeze_modules() -> None:
     """Keep what was imported out of garbage collections, which cost half a second else wherever optimizers ask for one."""
     gc.collect()
@@ -324,7 +336,6 @@ def _told(error: BaseException) -> str:
 
 def _serve(rank: int, world: int, backend: str, store: str, connection: Connection, counted: bool) -> None:
     """Run a worker: join the group, then answer cases until an empty message."""
-    import torch
     import torch.distributed as dist
 
     from zerocast.weight import owners
@@ -343,7 +354,7 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
             if len(sys.modules) > modules:
                 modules = len(sys.modules)
                 freeze_modules()
-            torch.manual_seed(0)  # no case depends on those before it
+            seed_random_numbers()  # no case depends on those before it
             owners.forget_all()
             answer = pickle.dumps((True, function(*args)))
         except BaseException as error:  # a rank must answer each call
