@@ -1,10 +1,12 @@
 """A run of the tests fails if it skips a test that is not expected to be skipped."""
 
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
-from tests.docs.page import ROOT
+import pytest
+
+from tests import conftest
+from tests.workers import in_a_process
 
 CASES = """
 import pytest
@@ -15,13 +17,15 @@ def test_skips(number):
 """
 
 
-def run_cases(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_it.py").write_text(CASES)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", *options]
-    return subprocess.run([*command, str(folder / "test_it.py")], cwd=ROOT, capture_output=True, text=True, check=False)
+def run_tests(arguments: list[str]) -> None:
+    """Run tests that need no ranks, in a fork, and end as pytest ends."""
+    with mock.patch.object(conftest, "fork_server"):
+        raise SystemExit(pytest.main(arguments))
 
 
 def test_a_skip_that_is_not_expected_fails_the_run(tmp_path: Path) -> None:
-    run = run_cases(tmp_path, "--expect-skips", "no sun")
-    _, _, failed = run.stdout.partition("skips that --expect-skips does not allow")
-    assert "     3  there is no moon" in failed and run.returncode == 1
+    (tmp_path / "test_it.py").write_text(CASES)
+    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--expect-skips", "no sun"]
+    status, printed = in_a_process(run_tests, [*options, str(tmp_path / "test_it.py")])
+    _, _, failed = printed.partition("skips that --expect-skips does not allow")
+    assert "     3  there is no moon" in failed and status == 1

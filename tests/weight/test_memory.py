@@ -5,14 +5,19 @@ import sys
 
 import pytest
 
-from tests.selection import some
 from tests.weight import memory_cases
+from tests.workers import in_a_process
 
 
-@pytest.mark.parametrize("flag", some({"without asserts": ["-O"], "asserts": []}, "asserts"))
-def test_every_case_is_refused(flag: list[str]) -> None:
+def test_every_case_is_refused() -> None:
     """In a process of its own, which a case may end."""
-    command = [sys.executable, *flag, "-m", "tests.weight.memory_cases"]
+    status, printed = in_a_process(memory_cases.run)
+    assert status == 0, printed[-2500:]
+
+
+@pytest.mark.slow
+def test_every_case_is_refused_without_asserts() -> None:
+    command = [sys.executable, "-O", "-m", "tests.weight.memory_cases"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-2000:]
 
