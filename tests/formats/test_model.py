@@ -54,22 +54,22 @@ def test_model_encodes_the_published_specials(element: str) -> None:
     assert model.encode(element, x).tobytes().hex() == GOLDENS["specials"][element]
 
 
-def own_id(golden: dict[str, Any]) -> str:
-    fmt = format_text(golden["format"], model.Settings(**golden["settings"]))
-    return f"{fmt}-{golden['nominal']}-{golden['content']}{'-experts' if 'shape' in golden else ''}"
-
-
 @pytest.mark.long_interpreted
-@pytest.mark.parametrize("golden", OWN, ids=own_id)
-def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
-    settings = model.Settings(**golden["settings"])
-    shape = tuple(golden.get("shape", own_goldens.SHAPE))
-    master = torch.from_numpy(own_goldens.master(golden["content"], shape))
-    fmt, nominal = format_text(golden["format"], settings), getattr(torch, golden["nominal"])
-    weight = casts.cast_whole(fmt, master, nominal, backend_anywhere, settings.scale)
-    found = {name: casts.sha(data) for name, data in casts.bytes_of(weight).items() if name in golden}
-    expected = {name: value for name, value in golden.items() if name in casts.CAST_BUFFERS}
-    assert found == expected
+@pytest.mark.parametrize(("name", "settings"), own_goldens.CASES, ids=str)
+def test_own_goldens(backend_anywhere: str, name: str, settings: model.Settings) -> None:
+    """Of every nominal dtype and content, and of experts."""
+    wrong = []
+    for golden in OWN:
+        if (golden["format"], model.Settings(**golden["settings"])) != (name, settings):
+            continue
+        shape = tuple(golden.get("shape", own_goldens.SHAPE))
+        master = torch.from_numpy(own_goldens.master(golden["content"], shape))
+        fmt, nominal = format_text(name, settings), getattr(torch, golden["nominal"])
+        weight = casts.cast_whole(fmt, master, nominal, backend_anywhere, settings.scale)
+        found = {name: casts.sha(data) for name, data in casts.bytes_of(weight).items() if name in golden}
+        expected = {name: value for name, value in golden.items() if name in casts.CAST_BUFFERS}
+        wrong += [] if found == expected else [(golden, found)]
+    assert wrong == []
 
 
 def test_own_goldens_are_what_the_model_gives() -> None:
