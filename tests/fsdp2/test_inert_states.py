@@ -192,18 +192,18 @@ FILES = (
 @on_ranks(1)
 def test_files_that_do_not_fit(kind: str) -> None:
     """Files that do not fit are refused with nothing changed."""
-    for name in FILES:
-        broken, training = Training(kind), Training(kind)
-        broken.step(0)
-        state, folder = broken.state.state_dict(), tempfile.mkdtemp()
+    saved, training = Training(kind), Training(kind)
+    saved.step(0)
+    for step, name in enumerate(FILES):
+        state, folder = saved.state.state_dict(), tempfile.mkdtemp()
         BREAK[name](state)
         dcp.save(state, checkpoint_id=folder)
-        training.step(3)
+        training.step(step)
         before = training.contents()
         error = error_of(lambda folder=folder, training=training: zerocast.optim.load(training.state, folder))
         assert error.startswith("ValueError: "), name
         assert training.contents() == before, name
-        training.step(4)
+    training.step(len(FILES))
 
 
 def given(state: Any, target: Training) -> Any:
@@ -289,14 +289,12 @@ def round_trip(first: str, second: str, route: Callable[[Training, Training], No
     assert target.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
 @pytest.mark.parametrize(
     ("dtype", "world"),
     [
-        *((dtype, 1) for dtype in DTYPES),
-        *(models.slow(*case) for case in ((torch.float16, 1), (torch.float32, 2), (torch.float32, 3))),
+        *((torch.float32, 1), (torch.float64, 1)),
+        *(models.slow(dtype, 1) for dtype in (torch.float16, torch.bfloat16)),
+        *(models.slow(torch.float32, world) for world in (2, 3)),
     ],
     ids=str,
 )

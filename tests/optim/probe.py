@@ -81,8 +81,10 @@ class Probe(nn.Module):
             self.register_parameter(spec.name, nn.Parameter(spec.initial()))
             if spec.fmt == PLAIN:
                 self.get_parameter(spec.name).data = spec.initial().to(spec.dtype)
-            else:
-                zerocast.quantize_(self, zerocast.Recipe({spec.name: spec.fmt}), dtype=spec.dtype)
+        quantized = [spec for spec in self.specs if spec.fmt != PLAIN]
+        for dtype in {spec.dtype: None for spec in quantized}:
+            formats = {spec.name: spec.fmt for spec in quantized if spec.dtype is dtype}
+            zerocast.quantize_(self, zerocast.Recipe(formats), dtype=dtype)
 
     def loss(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """Return a scalar whose gradients are `gradients`. Parameters without one take no part."""

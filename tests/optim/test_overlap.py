@@ -26,6 +26,7 @@ from zerocast.distributed.group import Group
 
 KEPT = dataclasses.replace(OVERLAP, keep_columnwise=True)
 QUANTIZED = ("nv", "block", "mx", "delayed", "current")
+READ = tuple(spec for spec in MIXED if spec.name in (*QUANTIZED, "norm"))
 Found = dict[str, Any]
 
 
@@ -85,7 +86,7 @@ def moved(probe: Probe) -> Found:
 
 def loaded_over(probe: Probe) -> Found:
     """Load with `load_state_dict` into a weight whose gather is in flight. The loaded values must stay."""
-    probe.load_state_dict(Probe(MIXED).state_dict())
+    probe.load_state_dict(Probe(READ).state_dict())
     return data(probe)
 
 
@@ -106,7 +107,7 @@ def read_in_flight(config: ZeroConfig, read: Callable[[Probe], Found], steps: in
     must not break.
     """
     with slow_gathers() as landed:
-        trainer = Trainer(Run(config=config))
+        trainer = Trainer(Run(READ, config=config))
         trainer.train(range(steps))
         before = len(landed)
         found = read(trainer.probe)
