@@ -7,10 +7,8 @@ of one can be loaded into the other.
 """
 
 import contextlib
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -20,22 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zerocast import backends
-from zerocast.backends.descriptor import Piece
-from zerocast.cast.adam_update import Hyperparameters, check_options
+from zerocast.cast.adam_update import check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
-from zerocast.cast.tables import StorageSnapshot, TableKey
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.formats import AmaxPolicy, get_format
-from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.adam_passes import Adam8bitPass, AdamPass, StepInputs, SteppedShard
-from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.adam_passes import AdamPass
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
-from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
-from zerocast.fsdp2.weight import FSDPWeight
+from zerocast.fsdp2.step_tables import StepTables, places_of, steps_taken
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
@@ -45,30 +37,11 @@ from zerocast.weight.validity import Use, Validity, transaction_together
 if TYPE_CHECKING:
     from zerocast.backends.cuda import StandIns
 
-# A plain parameter takes the same pass as this format. Its amax is not read.
-PLAIN = get_format("fp8_current"), torch.float32
 WITHIN_BACKWARD = (
     "a captured step runs within a backward pass: call it after the pass, or call step() from hooks of gradients"
 )
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 # The dtypes that gradients may have. Gradients of one launch have the same dtype.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
-
-
-@dataclass
-class MeasuredWeights:
-    """The weights of a CastGroup whose amaxes a step leaves there for the next cast.
-
-    Attributes:
-        names: the weights.
-        coded: the weights whose codes the step can write too.
-        passes: the launches of the step over them, by kind.
-    """
-
-    group: CastGroup
-    names: frozenset[str] = frozenset()
-    coded: frozenset[str] = frozenset()
-    passes: dict[object, AdamPass] = field(default_factory=dict)
 
 
 class MomentsOnDemand(defaultdict[Any, Any]):
@@ -158,14 +131,10 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self._lay_out_moments(group)
         self.state = self._moments_on_demand({})
-        # The memory that the tables were made for: addresses of masters and moments.
-        self._bound: list[list[int]] = []
-        # The step counts of all parameters in the tables, and their version counters after the last
-        # step. One of them is read for many parameters, so a write to another one would be missed.
-        self._steps: list[Tensor] = []
-        self._step_versions: list[int] = []
-        self._memory = StorageSnapshot(())
-        self._cast_groups: list[CastGroup] = []
+        # The launches of a step. None before the first step, and after a load, an error while they
+        # were made and a step without gradients. The next step then makes them.
+        self._tables: StepTables | None = None
+        # The managers of the prepared models whose masters the last `prepare` has found.
         self._managers: list[CastManager] = []
         # Not at the module's import, since this imports the compiler.
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
@@ -274,19 +243,31 @@ class FusedAdamW(torch.optim.Optimizer):
                 manager.plan.after_step()
         return loss
 
+    # -- a step that this rank does not take
+    #
+    # problem                            error                     this rank      other ranks
+    # a gradient that no launch takes    ValueError, TypeError     raises         raise the same
+    # masters that cannot be cast        RuntimeError, TypeError   raises         may step
+    # partial masters, replaced moments  RuntimeError              raises         may step
+    # hyperparameters out of range       ValueError, TypeError     returns        may step
+    # no gradient on this rank           none                      returns        may step
+    #
+    # Ranks that step wait for this one in the collective of 8-bit moments, and in their next cast.
+    # So this rank always takes part in that collective, and its next gather casts. After the
+    # problems in rows two to four the headers of that gather say so, and all ranks raise. Without
+    # other ranks hyperparameters out of range raise here.
+
     def prepare_or_join_collectives(self) -> object:
         """Prepare a step and return the result of `prepare`. If this rank takes no step, it takes
         part in the collective of the step that other ranks take.
-
-        If it raises a RuntimeError, the other ranks may step and cast. If this rank continues, it
-        casts too, and all raise at the next gather.
         """
         try:
             places = self.prepare()
         except RuntimeError as error:
             self.refuse(error)
         except Exception:
-            # These are about arguments and gradients, which are the same on all ranks.
+            # For gradients all ranks raise. For masters `_bind` has made a cast due, which reports
+            # them.
             self.join_collectives()
             raise
         if not places:
@@ -295,8 +276,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise the problem of this rank, which takes no step, after the collective of a step that
-        the other ranks take. If this rank continues, it casts as they do, and all raise at the next
-        gather.
+        the other ranks take.
         """
         if self._break_off(problem):
             for manager in self._managers:
@@ -305,8 +285,8 @@ class FusedAdamW(torch.optim.Optimizer):
         raise problem
 
     def _break_off(self, error: Exception) -> bool:
-        """Note that other ranks may have stepped, because of an error on this one. Returns False if
-        there are no others.
+        """Mark masters as partial if other ranks may have stepped, because of an error on this one.
+        Return False if there are no others.
         """
         is_shared = any(manager.plan.has_peers for manager in self._managers)
         for validity in self.validities if is_shared else ():
@@ -349,8 +329,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Do the CPU's part of a step, before the device's.
 
         Return the record of memory that the tables were made for: a new object once anything has
-        moved, empty without gradients. None if this rank takes no step. All ranks raise for that at
-        the next gather.
+        moved. None if this rank takes no step, without a gradient or because of hyperparameters.
         """
         self._bind()
         for validity in self.validities:
@@ -360,13 +339,13 @@ class FusedAdamW(torch.optim.Optimizer):
         try:
             for group in self.param_groups:
                 ADAMW.check(group, wait=False)
-            if self._bound:
-                self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+            if self._tables is not None:
+                self._tables.scalars.refresh(self.param_groups)
         except (TypeError, ValueError) as error:
             if not self._break_off(error):
                 raise
             return None
-        return self._bound
+        return None if self._tables is None else self._tables.places
 
     @property
     def managers(self) -> Sequence[CastManager]:
@@ -378,39 +357,16 @@ class FusedAdamW(torch.optim.Optimizer):
         """The validities of masters and moments."""
         return [validity_of(self), *(manager.plan.validity for manager in self._managers)]
 
-    def passes(self) -> list[AdamPass]:
+    def passes(self) -> Sequence[AdamPass]:
         """Return the launches of a step."""
-        measured = [adam for weights in self._measured for adam in weights.passes.values()]
-        return measured + self._plain
+        return [] if self._tables is None else self._tables.passes
 
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
-        """Do the device's part of a step. `gradients` replace the gradients of some of its
-        passes.
+        """Do the device's part of a step that was prepared. `gradients` replace the gradients of
+        some of its passes.
         """
-        torch._foreach_add_(self._steps, 1)
-        self._step_versions = list(map(_version, self._steps))
-        clocks = torch.stack(self._clocks)
-        of_step = self._hyperparameters.scalars(clocks), clocks.long(), self._clip
-        if self._eight_bit is not None:
-            self._eight_bit.begin()
-
-        def run(adam: AdamPass, packed: Tensor, casts: bool = False) -> None:
-            grads = gradients.get(adam)
-            adam.run(StepInputs(adam.gradients() if grads is None else grads, *of_step), packed, casts)
-
-        for weights in self._measured:
-            group = weights.group
-            # A backward pass may still gather the codes of its forward pass.
-            casts = group.keep_codes and torch_fsdp.backward_pass() is None
-            packed = group.amaxes.begin_step(weights.names, weights.coded if casts else frozenset())
-            for adam in weights.passes.values():
-                run(adam, packed, casts and adam.casts_in_one_pass)
-        for adam in self._plain:
-            run(adam, self._unread)
-        if self._eight_bit is not None:
-            self._eight_bit.reduce()
-            for adam in self.passes():
-                adam.finish()
+        assert self._tables is not None
+        self._tables.launch(gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim.AdamW does. Step counts are copies, and parameters that
@@ -465,14 +421,14 @@ class FusedAdamW(torch.optim.Optimizer):
         mesh = _reduction_mesh(parameter for group in self.param_groups for parameter in group["params"])
         validate_across_ranks(_groups_of(mesh), [], problem, "loads the state of a FusedAdamW")
         in_use = {id(value) for moments in self._all_moments().values() for value in moments.values()}
-        self._bound = []
+        self._tables = None
         with self._hooks_held_back("_optimizer_load_state_dict_post_hooks") as hooks:
             super().load_state_dict(dict(state_dict))
         self.state = self._moments_on_demand(self.state)
         loaded = self._all_moments()
         if self._eight_bit is not None:
             try:
-                self._eight_bit.load(loaded, _steps_taken([*loaded.values()]))
+                self._eight_bit.load(loaded, steps_taken([*loaded.values()]))
             except BaseException:
                 # Some moments are loaded, others are zeros.
                 validity_of(self).broke_off("a load")
@@ -522,127 +478,35 @@ class FusedAdamW(torch.optim.Optimizer):
                 check_shapes(f"parameter {index}", moments, parameter)
 
     def _bind(self) -> None:
-        """Make the tables again if any of their tensors was replaced, if different parameters have
-        gradients now, if a parameter is in another group, or if a step count was written.
+        """Find the masters and the managers of the parameters that have gradients now. Make the
+        tables of a step again if any of their tensors was replaced, if different parameters have
+        gradients, if a parameter is in another group, or if a step count was written.
         """
-        indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
-        indexed = [(index, p) for index, p in indexed if p.grad is not None]
-        locals_ = [(p, getattr(p, "_local_tensor", p)) for _, p in indexed]
-        self._managers = managers_behind(local for _, local in locals_)
+        stepped = [
+            (index, parameter, getattr(parameter, "_local_tensor", parameter))
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self._managers = managers_behind(local for _, _, local in stepped)
         for manager in self._managers:
             try:
                 manager.plan.bind()
             except (RuntimeError, TypeError, ValueError):
-                # The other ranks step and cast. If this rank continues, it casts too, and all
-                # raise.
+                # The other ranks step and cast. If this rank continues, it casts too.
                 manager.make_due(self)
                 raise
             manager.measuring.add(self)
-        groups = [group for manager in self._managers for group in manager.plan.cast_groups]
-        was_changed = self._places(indexed) != self._bound or list(map(_version, self._steps)) != self._step_versions
-        if was_changed or self._memory.has_moved() or groups != self._cast_groups:
-            # If anything below raises, the next call makes all tables again.
-            self._bound = []
-            for parameter, _ in locals_:
-                _check_placements(parameter)
-                # `grad_dtype` of a parameter allows dtypes that no launch takes.
-                if parameter.grad.dtype not in GRADIENT_DTYPES:
-                    raise TypeError(
-                        f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
-                    )
-            self._rows(indexed)
-            self._step_versions = list(map(_version, self._steps))
-            self._build(locals_, groups)
-            self._cast_groups, self._bound = groups, self._places(indexed)
-            self._memory = StorageSnapshot([tensor for adam in self.passes() for tensor in adam.written()])
-
-    def _places(self, indexed: list[tuple[int, Any]]) -> list[list[Any]]:
-        """List the objects that the tables depend on: parameters with the index of their group,
-        their addresses, the tensors of their state, and the dtypes of gradients.
-        """
-        return [
-            [index, id(p), getattr(p, "_local_tensor", p).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())]
-            for index, p in indexed
-        ]
-
-    def _rows(self, indexed: list[tuple[int, Any]]) -> None:
-        """Make a row of scalars for each parameter group and number of steps taken. All parameters
-        of a row have the same step count, each in a separate tensor, and the first one is read.
-        """
-        states = [self.state[parameter] for _, parameter in indexed]
-        device = indexed[0][1].device if indexed else torch.device("cpu")
-        rows: dict[tuple[int, float], int] = {}
-        # The row of each parameter. It and all attributes below live as long as the tables.
-        self._row: dict[Any, int] = {}
-        # The step counts that are read, one for each row.
-        self._clocks: list[Tensor] = []
-        self._steps = []
-        for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
-            # In inference mode it would have no version counter.
-            with torch.inference_mode(False):
-                step = torch.full((), taken, dtype=torch.float32, device=device)
-            self.state[parameter]["step"] = step
-            self._row[parameter] = rows.setdefault((index, taken), len(rows))
-            if len(rows) > len(self._clocks):
-                self._clocks.append(step)
-            self._steps.append(step)
-        self._groups_of_rows = [index for index, _ in rows]
-        self._hyperparameters = Hyperparameters(len(rows), device)
-        self._clip = torch.ones(1, dtype=torch.float32, device=device)
-
-    def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
-        """Make the passes over the local parts of parameters. They live until the next `_bind` that
-        finds anything moved.
-        """
-        device = self._clip.device
-        backend = backends.choose(device)
-        self._measured = [MeasuredWeights(group) for group in groups]
-        measured_of = {weight: measured for measured in self._measured for weight in measured.group.weights}
-        plain: dict[object, AdamPass] = {}
-        for parameter, local in locals_:
-            numel = local.numel()
-            if not numel:
-                continue
-            master, state, row = _plain(local).detach().view(-1), self.state[parameter], self._row[parameter]
-            if not isinstance(local, MasterParameter) or not self._measures(parameter, local.weight):
-                adam = self._pass_of(plain, parameter, TableKey(backend, *PLAIN), casts=False)
-                adam.add(SteppedShard(parameter, master, state, row, (1, numel), Span(0, numel), (len(adam), -1)))
-                continue
-            weight, geometry, measured = local.weight, local.weight.geometry, measured_of[local.weight]
-            casts = weight.format.casts_in_one_pass
-            adam = self._pass_of(measured.passes, parameter, TableKey(backend, weight.format, geometry.nominal), casts)
-            measured.names |= {weight.name}
-            codes = None
-            if casts and measured.group.keep_codes:
-                measured.coded |= {weight.name}
-                codes = measured.group.kept_codes(weight.name)
-            shape, amaxes = geometry.shape(geometry.cast_rows), measured.group.amaxes
-            places, flag = amaxes.offsets[weight.name], amaxes.flag_of[weight.name]
-            adam.add(SteppedShard(parameter, master, state, row, shape, geometry.span, places, flag, codes))
-        self._plain = list(plain.values())
-        for adam in self.passes():
-            adam.freeze()
-        # Plain parameters leave their amaxes here. Nothing reads them.
-        self._unread = torch.zeros(max(map(len, self._plain), default=0), dtype=torch.float32, device=device)
-
-    def _pass_of(self, passes: dict[object, AdamPass], parameter: Any, key: TableKey, casts: bool) -> AdamPass:
-        """Return the pass that takes a parameter, and add it to `passes` if it is new."""
-        device, kind = parameter.device, (key, casts, parameter.grad.dtype)
-        if self._eight_bit is None:
-            return passes.setdefault(kind, AdamPass(key, device, casts))
-        cut_groups = self._eight_bit.cut_groups(parameter)
-        return passes.setdefault((*kind, cut_groups), Adam8bitPass(key, device, casts, self._eight_bit, cut_groups))
-
-    def _measures(self, parameter: Tensor, weight: FSDPWeight) -> bool:
-        """Return whether the pass over a weight can leave its amaxes for the next cast."""
-        if weight.format.amax_policy is AmaxPolicy.NONE:
-            return False
-        if self._eight_bit is None:
-            return True
-        # Groups of 8-bit moments must begin with the rows of the shard, which must be one run. They
-        # do where only the first dimension is sharded.
-        pieces = self._eight_bit.get(parameter).rows
-        return len(pieces) == 1 and pieces[0][Piece.COLUMNS] == weight.geometry.columns
+        if not stepped:
+            self._tables = None
+            return
+        cast_groups = [group for manager in self._managers for group in manager.plan.cast_groups]
+        if self._tables is None or not self._tables.are_current(places_of(stepped, self.state), cast_groups):
+            # If this raises, the next call makes the tables.
+            self._tables = None
+            for _, parameter, _ in stepped:
+                _check_gradient(parameter)
+            self._tables = StepTables(stepped, self.state, cast_groups, self._eight_bit)
 
 
 class CapturableFusedStep(CapturableStep):
@@ -769,31 +633,17 @@ def _groups_of(mesh: DeviceMesh | None) -> list[Group]:
     return [Group.of(group) for group in mesh.get_all_groups()] if mesh else []
 
 
-def _check_placements(parameter: Any) -> None:
+def _check_gradient(parameter: Any) -> None:
     """Raise ValueError for a gradient that is not laid out like its parameter, such as a sum that
-    tensor parallelism has not reduced.
+    tensor parallelism has not reduced, and TypeError for one whose dtype no launch takes, which
+    `grad_dtype` of a parameter allows.
     """
     own, of_gradient = (getattr(tensor, "placements", None) for tensor in (parameter, parameter.grad))
     if own != of_gradient:
         raise ValueError(
             f"the gradient of a parameter with placements {own} has placements {of_gradient}: redistribute the gradient"
         )
-
-
-def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the step number of each state. The CPU waits once for each device."""
-    steps = [state.get("step", 0.0) for state in states]
-    by_device: dict[torch.device, list[int]] = {}
-    for index, step in enumerate(steps):
-        if isinstance(step, Tensor):
-            by_device.setdefault(step.device, []).append(index)
-    for indices in by_device.values():
-        read = torch.stack([steps[index].float().view(()) for index in indices]).tolist()
-        for index, step in zip(indices, read, strict=True):
-            steps[index] = step
-    return list(map(float, steps))
-
-
-def _plain(local: Tensor) -> Tensor:
-    """Return the plain tensor inside a MasterParameter, and any other tensor itself."""
-    return local.plain if isinstance(local, MasterParameter) else local
+    if parameter.grad.dtype not in GRADIENT_DTYPES:
+        raise TypeError(
+            f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
+        )
