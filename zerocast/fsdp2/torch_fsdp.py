@@ -335,14 +335,17 @@ class GroupOfWeights(TrackedGroup):
 
     From the second gather on, FSDP2 gathers all prepared weights as one parameter: the first one,
     which then has the inputs and outputs of all. Otherwise FSDP2 would look for hooks, inputs and
-    memory of each parameter. For that, `fsdp_params` is `merged_params` while FSDP2 gathers, and
-    `all_params` otherwise.
+    memory of each parameter.
+
+    FSDP2 reads the parameters of a group from `fsdp_params`, also to reshard them and to reduce
+    their gradients. So `fsdp_params` is `merged_params` in the two calls that gather (`unshard`,
+    `wait_for_unshard`), and `all_params` at all other times.
 
     FSDP2 reads the gradient of each gathered parameter. `__torch_function__` of their class is
     disabled meanwhile, since it has nothing to do there and costs CPU time.
 
     Attributes:
-        weights: a weak reference to the ParamGroup. Fixed.
+        weights: a weak reference to the ParamGroup, which knows whether weights are merged. Fixed.
         all_params: all FSDPParams of the group. Fixed.
         prepared: the FSDPParams of prepared weights. Fixed.
         merged_params: `all_params` without the prepared ones other than the first. Fixed.
@@ -358,14 +361,12 @@ class GroupOfWeights(TrackedGroup):
         replaced, which the first weight would gather as it was before.
         """
         weights = self.weights()
-        if weights is None or not weights.is_merged:
-            super().unshard(async_op)
-            return
-        try:
-            list(map(_master_of, self.prepared))
-        except AttributeError:
-            weights.check_masters()
-        self.fsdp_params = self.merged_params
+        if weights is not None and weights.is_merged:
+            try:
+                list(map(_master_of, self.prepared))
+            except AttributeError:
+                weights.check_masters()
+            self.fsdp_params = self.merged_params
         try:
             super().unshard(async_op)
         finally:
@@ -374,21 +375,23 @@ class GroupOfWeights(TrackedGroup):
     def wait_for_unshard(self) -> None:
         """Take the gathered bytes out of the buffer of the gather."""
         weights = self.weights()
-        self.fsdp_params = self.merged_params if weights is not None and weights.is_merged else self.all_params
+        if weights is not None and weights.is_merged:
+            self.fsdp_params = self.merged_params
         try:
             super().wait_for_unshard()
         finally:
             self.fsdp_params = self.all_params
 
-    def _to_sharded(self) -> None:
-        super()._to_sharded()  # type: ignore[no-untyped-call]
-        self._end_round()
-
     def _to_unsharded(self) -> None:
-        # FSDP2 sets the gathered parameter of each FSDPParam on its modules.
+        # `wait_for_unshard` calls this once all bytes have arrived. FSDP2 then sets the gathered
+        # parameter of each FSDPParam on its modules.
         self.fsdp_params = self.all_params
         with torch._C.DisableTorchFunctionSubclass():
             super()._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def _to_sharded(self) -> None:
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        self._end_round()
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients, and shard the parameters unless they stay gathered."""
