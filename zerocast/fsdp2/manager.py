@@ -9,6 +9,7 @@ the gather every rank has the reports of all. If all report a write, all cast an
 only some do, all raise.
 """
 
+import enum
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,16 @@ from zerocast.weight.validity import Use, Validity, changed_together
 SWITCH_BETWEEN_STEPS = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
 _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
+
+
+class DueCast(enum.Enum):
+    """Whether the next gather casts first, and with which scales of delayed scaling."""
+
+    NONE = enum.auto()
+    # The scales of the last cast.
+    REPEAT = enum.auto()
+    # The next scales, after an optimizer step, a load of masters or a `refresh`.
+    NEXT = enum.auto()
 
 
 def validity_of(owner: nn.Module | Optimizer) -> Validity:
@@ -74,11 +85,8 @@ class CastManager:
         self._steps = 0
         # The value of `_steps` at the last verification.
         self._verified_step = 0
-        # True if the next gather must cast.
-        self._is_due = True
-        # True if that cast follows an optimizer step, a load of masters or a `refresh`, so that
-        # delayed scaling moves on.
-        self._has_stepped = True
+        # The cast that the next gather makes first.
+        self._due = DueCast.NEXT
         # The optimizers that have stepped so far. If there are several, a step does not show which
         # weights it has changed.
         self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -98,7 +106,7 @@ class CastManager:
         """The number of casts so far, and True if the next gather casts. Exports of live weights
         compare it to detect a cast.
         """
-        return self.plan.generation, self._is_due
+        return self.plan.generation, self._due is not DueCast.NONE
 
     # -- casts
 
@@ -107,7 +115,7 @@ class CastManager:
 
         `by` is the optimizer that has stepped. None if masters were loaded or written by hand.
         """
-        self._is_due = self._has_stepped = True
+        self._due = DueCast.NEXT
         if by not in self.measuring:
             self.plan.forget_amaxes()
         if by is None:
@@ -149,7 +157,7 @@ class CastManager:
         Delayed scaling moves on only if an optimizer has stepped; otherwise the cast repeats the
         last scales.
         """
-        repeat = not self._has_stepped
+        repeat = self._due is not DueCast.NEXT
         self.plan.ready()
         self.plan.run(repeat=repeat)
         self.finish_cast(repeat)
@@ -160,7 +168,7 @@ class CastManager:
         Raises RuntimeError if ranks disagree in the headers of the step that has ended. They are
         read before the cast.
         """
-        if self._is_due and not self.plan.param_groups.is_stepping_in_backward:
+        if self._due is not DueCast.NONE and not self.plan.param_groups.is_stepping_in_backward:
             self.plan.status.next_step()
             self.cast()
             return
@@ -186,10 +194,10 @@ class CastManager:
             self._steps += 1
         # A single optimizer is taken to change all weights. With several, only those count whose
         # masters are known to be written.
-        only_optimizer_stepped = self._has_stepped and len(self._steppers) == 1
+        only_optimizer_stepped = self._due is DueCast.NEXT and len(self._steppers) == 1
         changed_weights = self.weights if only_optimizer_stepped else self.plan.changed_weights
         changed_together([weight.validity for weight in changed_weights])
-        self._is_due = self._has_stepped = False
+        self._due = DueCast.NONE
         self.plan.param_groups.after_cast()
 
     # -- captured steps, which cast immediately (`CapturableFusedStep`)
@@ -244,7 +252,7 @@ class CastManager:
             raise RuntimeError(f"a recipe is switched within a forward or backward pass: {SWITCH_BETWEEN_STEPS}")
         params = [weight.param() for weight in self.weights]
         has_reduced_gradient = any(param.sharded_param.grad is not None for param in params)
-        has_unused_gradient = has_reduced_gradient and not self._has_stepped
+        has_unused_gradient = has_reduced_gradient and self._due is not DueCast.NEXT
         if has_unused_gradient or any(map(torch_fsdp.has_unreduced_gradient, params)):
             raise RuntimeError(
                 "a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: "
@@ -259,7 +267,8 @@ class CastManager:
         for group in self.plan.param_groups.prepared:
             if formats.keys() & set(group.names):
                 group.convert(formats)
-        self._is_due = True
+        if self._due is DueCast.NONE:
+            self._due = DueCast.REPEAT
         self.plan.rebuild([*formats])
 
     # -- delayed scaling
@@ -289,8 +298,7 @@ class CastManager:
         for group in self.plan.cast_groups:
             for name in group.delayed.load_state_dict(state):
                 warnings.warn(f"no state of delayed scaling for {name}: it starts again from its amax", stacklevel=3)
-        self._is_due = True
-        self._has_stepped = False
+        self._due = DueCast.REPEAT
         self.plan.param_groups.reshard()
 
     # -- weights that are left gathered

@@ -226,8 +226,9 @@ class ParamGroup:
         not report these writes.
         """
         plain_written = torch_fsdp.has_plain_writes(self._group())
+        written = weights[0].manager.plan.written
         for weight, sent_status in zip(weights, self._sent_statuses, strict=True):
-            if plain_written or (weight.is_written and sent_status is ShardStatus.CLEAN):
+            if plain_written or (weight.name in written and sent_status is ShardStatus.CLEAN):
                 weight.refuse_reads()
 
     def buffers_over(self, index: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:

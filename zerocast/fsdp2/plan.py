@@ -59,6 +59,8 @@ class ShardPlan(Plan):
             Replaced by a `bind` that finds masters moved.
         cast_groups: a CastGroup for each of `reductions`. Replaced by a `bind` that finds masters
             moved. Empty before the first `bind`, and after one that raised.
+        written: the names of the weights whose masters this rank knows to have changed since the
+            last cast.
         may_have_moved: True if the storage of masters may have changed since the last gather.
         replica_only_casts: the number of casts that this replica (HSDP) has made without the others
             since the last cast of all replicas. None during such a cast.
@@ -68,7 +70,8 @@ class ShardPlan(Plan):
         self._model = weakref.ref(model)
         self.weight_mesh = weight_mesh
         self.keep_codes = keep_codes
-        self._weights: list[weakref.ref[FSDPWeight]] = []
+        # The prepared weights, keyed by name.
+        self._weights: dict[str, weakref.ref[FSDPWeight]] = {}
         self.names: dict[str, str] = {}
         self.validity = Validity(LOAD, advice=ADVICE)
         self.status = GatherStatus(self.validity)
@@ -84,15 +87,12 @@ class ShardPlan(Plan):
         self._scaling: dict[str, DelayedScaling] = {}
         self.generation = 0
         self.replica_only_casts: int | None = 0
-        # The weights whose masters this rank knows to have changed since the last cast.
-        self._written: list[weakref.ref[FSDPWeight]] = []
-        # The value of `_written` at the last cast.
-        self._changed: list[weakref.ref[FSDPWeight]] = []
+        self.written: set[str] = set()
+        # The value of `written` at the last cast.
+        self._changed: set[str] = set()
         # True if a master got a new wrapper since the last `bind`, which may be over different
         # storage.
         self._is_rewrapped = False
-        # True if an operator has written to a master since a step measured amaxes.
-        self._amaxes_are_old = False
         self.may_have_moved = False
         # True if gathers send the codes of the last cast until the backward pass ends.
         self._holds_codes = False
@@ -108,11 +108,11 @@ class ShardPlan(Plan):
     @property
     def weights(self) -> list[FSDPWeight]:
         """The prepared weights, which the model keeps alive."""
-        return living(self._weights)
+        return living(self._weights.values())
 
     def add(self, weight: FSDPWeight) -> None:
         """Add a weight, before the first cast."""
-        self._weights.append(weakref.ref(weight))
+        self._weights[weight.name] = weakref.ref(weight)
 
     @property
     def has_peers(self) -> bool:
@@ -122,26 +122,21 @@ class ShardPlan(Plan):
     @property
     def changed_weights(self) -> list[FSDPWeight]:
         """The weights whose masters this rank knew to have changed at the last cast."""
-        return living(self._changed)
+        return living([self._weights[name] for name in self._changed])
 
     # -- events of masters
     #
     # event                            told by                        effect
     # an optimizer steps               CastManager.make_due           the next gather casts
     # the step has measured masters    FusedAdamW                     the next cast uses its amaxes
-    # an operator writes a master      FSDPWeight.after_write         amaxes are old, weight written
-    # a compiled function writes one   version counters               the same
+    # an operator writes a master      FSDPWeight.after_write         amaxes dropped, `written`
+    # a compiled function writes one   version counters               the same, before they are used
+    # a master has moved               `bind`, `mark_moved`           `written`
+    # a plain parameter is written     version counters               all weights `written`
     # a master gets a new wrapper      MasterParameter                `bind` compares addresses
     #
-    # The header of the next gather reports a written weight, unless a cast comes first.
-
-    def mark_amaxes_old(self) -> None:
-        """Called after an operator has written to a master, which outdates measured amaxes."""
-        self._amaxes_are_old = True
-
-    def record_written(self, weight: FSDPWeight) -> None:
-        """Called when this rank learns that a master has changed since the last cast."""
-        self._written.append(weakref.ref(weight))
+    # `FSDPWeight.mark_written` adds a weight to `written`. The header of the next gather reports
+    # it, unless a cast comes first, which empties `written`.
 
     def mark_rewrapped(self) -> None:
         """Called when a master gets a new wrapper, which may be over different storage."""
@@ -205,10 +200,8 @@ class ShardPlan(Plan):
             self.status.problem = None
             for group in self.cast_groups:
                 group.set_masters_readable(is_readable=True)
-        self._changed = self._written
-        self._written = []
-        for weight in self.changed_weights:
-            weight.is_written = False
+        self._changed = self.written
+        self.written = set()
         if debugging():
             for weight in self.weights:
                 weight.validity.cast()
@@ -252,13 +245,12 @@ class ShardPlan(Plan):
     # -- amaxes that optimizer steps measure
 
     def forget_old_amaxes(self) -> None:
-        """Drop measured amaxes if masters were written since they were measured. Called before a
-        step measures more, and before a cast uses them.
+        """Drop measured amaxes if compiled functions have written masters since they were measured.
+        Called before a step measures more, and before a cast uses them.
         """
         measured = any(group.amaxes.measured for group in self.cast_groups)
-        if measured and (self._amaxes_are_old or self.addresses.any_written()):
+        if measured and self.addresses.any_written():
             self.forget_amaxes()
-        self._amaxes_are_old = False
 
     def after_step(self) -> None:
         """Called after a step has measured amaxes. Later writes outdate them."""
@@ -267,7 +259,9 @@ class ShardPlan(Plan):
     def forget_amaxes(self) -> None:
         """Drop measured amaxes, so that the next cast measures all masters."""
         for group in self.cast_groups:
-            group.amaxes.measured = frozenset()
+            # Every operator that writes a master comes here, and most find nothing to drop.
+            if group.amaxes.measured:
+                group.amaxes.measured = frozenset()
 
     # -- codes and tables that are held
 
@@ -315,9 +309,10 @@ class ShardPlan(Plan):
         self.may_have_moved = False
 
     def _locate_masters(self) -> None:
+        # The buffers of all weights will be new and empty. The next gather reports this, unless a
+        # cast fills them before. A switch of formats that fails restores the set as it was.
+        self.written = {*self.written}
         for weight in self.weights:
-            # The buffers of all weights will be new and empty. The next gather reports this, unless
-            # a cast fills them before.
             weight.mark_written()
         for weight in self.weights:
             weight.locate()

@@ -130,7 +130,6 @@ class FSDPWeight:
         addresses: the addresses of the bytes of `master`. Set by `locate`.
         geometry: the rows of this rank, and the layout of their bytes. Set by `locate`.
         status_after_cast: the status that a cast writes into the header. Set by `locate`.
-        is_written: True if this rank knows that the master has changed since the last cast.
         unsharded: the QuantizedWeight over the gathered bytes. None before the first gather, and
             after a switch of formats until the next gather.
     """
@@ -164,7 +163,6 @@ class FSDPWeight:
         self.index = 0
         self.is_located = False
         self.addresses = range(0)
-        self.is_written = False
         self.unsharded: QuantizedWeight | None = None
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
@@ -379,16 +377,16 @@ class FSDPWeight:
         # does one to a view without elements, which has no address.
         if data.data_ptr() not in self.addresses:
             return
-        self.manager.plan.mark_amaxes_old()
+        self.manager.plan.forget_amaxes()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Record that the master has changed since the last cast. The header of the next gather
         reports this, unless a cast comes first.
         """
-        if not self.is_written:
-            self.is_written = True
-            self.manager.plan.record_written(self)
+        written = self.manager.plan.written
+        if self.name not in written:
+            written.add(self.name)
             self.refuse_reads()
 
     def refuse_reads(self) -> None:
@@ -519,15 +517,15 @@ def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
         return [ShardStatus.PARTIAL] * len(weights)
     if plan.problem is not None:
         return [ShardStatus.REFUSED] * len(weights)
-    written = plan.addresses.written([weight.name for weight in weights])
+    counted_writes = plan.addresses.written([weight.name for weight in weights])
     for weight in weights:
-        if weight.name in written:
+        if weight.name in counted_writes:
             weight.mark_written()
     statuses = []
     for weight in weights:
         status = weight.status_after_cast
         # A rank without rows reports EMPTY, also after a write.
-        if weight.is_written and status is ShardStatus.CLEAN:
+        if weight.name in plan.written and status is ShardStatus.CLEAN:
             status = ShardStatus.WRITTEN
         statuses.append(status)
     return statuses
