@@ -89,10 +89,7 @@ def _sum(gradient: Any, new: Any, **kwargs: Any) -> Tensor:
     """
     if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
         raise undefined(torch.ops.aten.add.Tensor, (gradient, new), kwargs)
-    part = gradient.part
-    part.owner()
-    part.summed = True
-    return new.clone() if part.local is None else part.local + new  # type: ignore[no-any-return]
+    return gradient.part.sum(new)
 
 
 def _accumulates(gradient: ReducedGradient) -> bool:

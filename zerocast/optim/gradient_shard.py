@@ -103,23 +103,23 @@ class GradientShard:
                 "passes, or changed in place, which bf16 would round"
             )
 
-    def collect(self, part: GradientPart, reduced: bool) -> None:
-        """Move the gradient of this rank from `p.grad` to the part, and put the reduced one there.
-        `reduced` is True if the reduced one was there before.
+    def collect(self, part: GradientPart, was_reduced: bool) -> None:
+        """Move the gradient of this rank from `p.grad` to the part, and put the reduced one there
+        (`GradientPart.collect`).
         """
         with torch._C.DisableTorchFunctionSubclass():
-            part.collect(self._bucket_and_slot[part][1].parameter, self._reduced[part], reduced)
+            part.collect(self._bucket_and_slot[part][1].parameter, self._reduced[part], was_reduced)
 
     def is_frozen(self, part: GradientPart) -> bool:
         """Return True if the parameter no longer requires a gradient."""
         return not self._bucket_and_slot[part][1].parameter.requires_grad
 
-    def collect_all(self, reduced: bool) -> None:
+    def collect_all(self, was_reduced: bool) -> None:
         """Call `collect` for every parameter whose `p.grad` is not its reduced gradient. Afterwards
         every parameter has one.
         """
         for part in self._displaced_parts():
-            self.collect(part, reduced)
+            self.collect(part, was_reduced)
 
     def zero_detached(self) -> list[str]:
         """Zero the gradients that were removed from their parameters since they were reduced, and
@@ -149,7 +149,7 @@ class GradientShard:
     def drop_local(self) -> None:
         """Drop the unreduced gradients of this rank."""
         for part in self.parts:
-            part.local, part.forgotten, part.summed = None, False, False
+            part.drop()
 
     def detach(self) -> None:
         """Remove the reduced gradients from their parameters."""
@@ -195,7 +195,7 @@ class GradientShard:
         backward pass has nothing to zero.
         """
         self._reducer().wait()
-        part.local, part.forgotten = None, False
+        part.drop()
         self._elements(part).zero_()
         self._mark_part_changed(part)
 

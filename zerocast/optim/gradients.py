@@ -126,8 +126,9 @@ class GradientReducer:
         self.gradients = GradientShard(buckets, group, norms, device, dtype, self)
         self._buckets, self._group, self._config = list(buckets), group, config
         self._stage = stage
-        # True if rounds add to the sum, False if they reduce the total of all backward passes
-        # again. With stage 1 a change of gradients sets it, until `reset`.
+        # True if a round reduces the gradients since the last one, and adds the result to the sum.
+        # False if it reduces the total since `reset` again, for which parts keep their gradients.
+        # With stage 1 a change of gradients sets it, until `reset`.
         self._adds = stage == 2
         # The parts of each bucket, and the bucket index and part of each parameter by id. Fixed.
         parts = iter(self.gradients.parts)
@@ -373,18 +374,12 @@ class GradientReducer:
 
     def _put(self, index: int, part: GradientPart) -> None:
         """Put the local gradient of a part, if it has one, into the bucket at `index`."""
-        pending = self._pending.setdefault(index, PendingBucket(self._buckets[index]))
-        if part.forgotten:
-            pending.forgotten.append(part)
-            part.forgotten = False
-        gradient = part.local
-        self._idle.count(part.name, gradient is not None)
-        if gradient is None and self.gradients.is_frozen(part):
+        self._idle.count(part.name, part.local is not None)
+        if part.local is None and self.gradients.is_frozen(part):
             self._idle.warn_frozen(part.name)
-        if gradient is not None:
-            pending.put(part, gradient, adds=self._adds)
-            if self._adds:
-                part.local = None
+        if index not in self._pending:
+            self._pending[index] = PendingBucket(self._buckets[index])
+        self._pending[index].take(part, adds=self._adds)
 
     def _launch_complete(self) -> None:
         """Launch the next buckets, in order, as far as all their gradients have arrived."""

@@ -35,6 +35,18 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 class GradientPart:
     """The gradient of one parameter, and the part of it that this rank owns.
 
+    A backward pass leaves a gradient of this rank in `local`. Which gradient that is depends on
+    what is on the parameter after autograd has accumulated it there:
+
+        p.grad is                      since                           `local` becomes
+        a plain tensor or None         no round has reduced one yet    that tensor or None
+        the reduced gradient           autograd adds to it in place    `local` plus the gradient
+        a plain tensor                 autograd adds out of place      that tensor, the sum of both
+        a plain tensor or None         the user has removed p.grad     that tensor or None
+
+    In the last row the next reduction replaces what earlier rounds have reduced. Otherwise it adds
+    to that, or reduces the total again (`GradientReducer`).
+
     It has no reference to the parameter. A strong one would be a cycle, since the parameter refers
     to its gradient, which refers to this part. A weak one would make torch.utils.swap_tensors
     raise.
@@ -49,9 +61,10 @@ class GradientPart:
         local: the gradient of this rank that is still to be reduced. With stage 1 it includes what
             earlier rounds have reduced, since a round reduces the total again. None if there is
             none.
-        forgotten: True if the user has removed p.grad after it was reduced. The next reduction then
-            replaces the sum of earlier ones.
-        summed: True if autograd has put the sum of `local` and a gradient on the parameter.
+        replaces_sum: True if the user has removed p.grad after it was reduced. The next reduction
+            then replaces the sum of earlier ones.
+        summed_out_of_place: True from `sum` until `collect`, which then takes a plain tensor as the
+            third row does.
     """
 
     name: str
@@ -61,8 +74,8 @@ class GradientPart:
     start: int
     shard: "weakref.ref[GradientShard]"
     local: Tensor | None = None
-    forgotten: bool = False
-    summed: bool = False
+    replaces_sum: bool = False
+    summed_out_of_place: bool = False
 
     def owner(self) -> "GradientShard":
         """Return the owner of the shard. Raises RuntimeError if it no longer exists."""
@@ -71,9 +84,9 @@ class GradientPart:
             raise RuntimeError(GONE)
         return owner
 
-    def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
-        """Move the gradient from `parameter.grad` to `local`, and put `placed` there instead.
-        `reduced` is True if `placed` was on the parameter before.
+    def collect(self, parameter: Tensor, placed: "ReducedGradient", was_reduced: bool) -> None:
+        """Move the gradient from `parameter.grad` to `local`, and put the reduced gradient `placed`
+        there instead. `was_reduced` is True if an earlier round has put it there.
         """
         gradient = parameter.grad
         if gradient is placed:
@@ -84,9 +97,10 @@ class GradientPart:
                     f"p.grad of {self.name} is the reduced gradient of {gradient.part.name}: use p.grad.copy_(...)"
                 )
         else:
-            self.forgotten |= reduced and not self.summed
+            if was_reduced and not self.summed_out_of_place:
+                self.replaces_sum = True
             self.local = gradient
-            self.summed = False
+            self.summed_out_of_place = False
         try:
             parameter.grad = placed
         except (RuntimeError, TypeError) as error:
@@ -102,6 +116,19 @@ class GradientPart:
             self.local.add_(gradient)
         else:
             self.local = gradient.clone() if owner.keeps_local else gradient
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        """Return the sum of `local` and a gradient of this rank, which autograd puts on the
+        parameter if the backward pass itself is differentiated.
+        """
+        self.owner()
+        self.summed_out_of_place = True
+        return gradient.clone() if self.local is None else self.local + gradient
+
+    def drop(self) -> None:
+        """Drop the gradient of this rank."""
+        self.local = None
+        self.replaces_sum = self.summed_out_of_place = False
 
 
 class ReducedGradient(Tensor):

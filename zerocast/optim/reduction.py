@@ -31,8 +31,7 @@ class PendingBucket:
         bucket: the parameters and their offsets in the bucket. Fixed.
         gradients: the gradients that have arrived, keyed by offset. Cleared when the reduction
             begins.
-        forgotten: parts whose earlier sum the reduction replaces instead of adding to it, since
-            the user has removed it from the parameter.
+        replaced: parts whose earlier sum the reduction replaces instead of adding to it.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -40,15 +39,23 @@ class PendingBucket:
         self.gradients: dict[int, Tensor] = {}
         # The version counters of the gradients on arrival, keyed by offset.
         self._versions: dict[int, int] = {}
-        self.forgotten: list[GradientPart] = []
+        self.replaced: list[GradientPart] = []
 
     @property
     def is_complete(self) -> bool:
         """True if every parameter of the bucket has a gradient."""
         return len(self.gradients) == len(self.bucket.slots)
 
-    def put(self, part: GradientPart, gradient: Tensor, adds: bool) -> None:
-        """Store a gradient. With `adds`, add it to one that a nested backward pass has left."""
+    def take(self, part: GradientPart, adds: bool) -> None:
+        """Take the local gradient of a part, if it has one. With `adds`, add it to one that a
+        nested backward pass has left. Otherwise it is a total, which the part keeps.
+        """
+        if part.replaces_sum:
+            self.replaced.append(part)
+            part.replaces_sum = False
+        gradient = part.local
+        if gradient is None:
+            return
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {part.name} is sparse, which is not supported: use dense gradients (Embedding(sparse=False))"
@@ -60,6 +67,8 @@ class PendingBucket:
             gradient = (earlier.to(dtype) + gradient).to(dtype)
         self.gradients[part.offset] = gradient
         self._versions[part.offset] = gradient._version
+        if adds:
+            part.local = None
 
     def packed(self, allow_view: bool) -> Tensor:
         """Return the gradients of the bucket in one tensor, `[bucket.numel]`, with zeros for
@@ -138,7 +147,7 @@ class Reduction:
         what: str,
     ) -> None:
         self._bucket = pending.bucket
-        self._forgotten = pending.forgotten
+        self._replaced = pending.replaced
         self._target = target
         self._adds = adds
         self._ranks = group.size
@@ -206,7 +215,7 @@ class Reduction:
         elif self._work is not None:
             self._work.wait()
         if self._adds:
-            self._zero_forgotten()
+            self._zero_replaced()
         if self._quantized:
             self._quantized.land(self._target, self._ranks, self._adds)
         elif self._deterministic:
@@ -228,8 +237,8 @@ class Reduction:
         if self._adds:
             self._target.add_(total)
 
-    def _zero_forgotten(self) -> None:
-        for part in self._forgotten:
+    def _zero_replaced(self) -> None:
+        for part in self._replaced:
             start = part.start - self._bucket.start
             self._target[start : start + part.span.numel].zero_()
 
