@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +24,10 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.cast.adam_update import Hyperparameters
 from zerocast.cast.captured_step import CapturedStep, check_capturable
-from zerocast.cast.host import CastDriver
-from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import SwitchPart
 from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
-from zerocast.distributed.bucket import Bucket, Layout, lay_out
+from zerocast.distributed.bucket import Layout, lay_out
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
@@ -80,10 +78,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # The name of the class that users build, for messages.
     NAME: ClassVar[str]
-    # The weights and their casts. Replaced when parameters are added.
-    _weights: ShardedWeights
-    _driver: CastDriver
-    _plan: CastPlan
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], group: GroupLike, stage: int, config: ZeroConfig | None
@@ -191,88 +185,99 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and delayed scales are kept.
         """
         config, group, device = self._config, self._group, masters.master.device
-        self._initialised_from_codes += [name for name, parameter, _ in named if _has_lost_masters(parameter)]
-        masters.initialise()
-        for _, parameter, _ in named:
-            take_off(parameter)
-            if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
-                # Backward passes then compute the weight gradient in FP32.
-                parameter.grad_dtype = torch.float32
-        old_buckets = self._layout.buckets
-        self._layout, self._masters = layout, masters
-        self._named += named
-        names = [name for name, _, _ in self._named]
+        # The parts below hold the current tensors of the counts.
         self._counts.add_groups(len(self.param_groups) - len(self._counts.before))
-        self._claim = take_over(self._named, f"a {self.NAME}")
-        self._place_weights(old_buckets)
-        order = LogicalOrder(layout.gradients, names, group, device) if config.deterministic else None
-        norms = ParameterNorms(layout.gradients, self._reduction_group, order, device)
-        dtype = shard_dtype(layout, config)
-        self._reducer = GradientReducer(
+        # Masters take their values from the parameters before those are placed in flat buffers.
+        self._take_parameters(named, masters)
+        weights = self._place_weights(layout, masters)
+        plan = weights.driver.plan
+        order = None
+        if config.deterministic:
+            order = LogicalOrder(layout.gradients, [name for name, _, _ in self._named], group, device)
+        reducer = GradientReducer(
             layout.gradients,
             self._reduction_group,
             self._stage,
             config,
             device,
-            norms,
-            dtype,
-            self._plan.check_before_collective,
+            ParameterNorms(layout.gradients, self._reduction_group, order, device),
+            shard_dtype(layout, config),
+            plan.check_before_collective,
         )
-        self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         muon = None
         if any(bucket.storage.single_owner for bucket in layout.buckets):
-            muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
-        shard = self._reducer.gradients
-        self._device = DeviceStep(
-            shard, self._masters, self._hyperparameters, order, group, muon, self._counts, self._skipped_count
+            muon = MuonStep(layout, masters, self.param_groups, group, config.bucket_size)
+        hyperparameters = Hyperparameters(len(self.param_groups), device)
+        device_step = DeviceStep(
+            reducer.gradients, masters, hyperparameters, order, group, muon, self._counts, self._skipped_count
         )
-        self._reducer.gradients.apply_clip = self._device.apply_clip
+        reducer.gradients.apply_clip = device_step.apply_clip
+        is_compact = config.state == "compact"
+        state = ZeroState(layout.buckets, masters, plan, self._counts, self.param_groups, group, is_compact)
+
+        # These attributes live until parameters are added.
+        self._layout = layout
+        self._masters = masters
+        self._weights = weights
+        self._driver = weights.driver
+        self._plan = plan
+        self._validity = plan.validity
+        self._reducer = reducer
+        self._hyperparameters = hyperparameters
+        self._device = device_step
         self._skipped = SkippedSteps(self._counts.taken, group)
+        self._state = state
+        self.state = StateByName(state.moments_of)
+        self.averages = Averages(masters.master, self._counts.taken, state, weights.driver, reducer)
         # The norm to which gradients were clipped since the last step, as a text that ranks
         # compare. Empty if they were not clipped.
         self._clipped = ""
         # The sum of squares of the gradients, with the version of the gradients that it is of. None
         # from a step until the sum is first needed.
         self._square_sum: tuple[int, Tensor] | None = None
-        is_compact = config.state == "compact"
-        self._state = ZeroState(
-            layout.buckets, self._masters, self._plan, self._counts, self.param_groups, group, is_compact
-        )
-        self.state = StateByName(self._state.moments_of)
-        self._validity = self._plan.validity
-        self._validity.owner = weakref.ref(self)
-        # The claim lists the trained parameters, so other objects over the same weights are not
-        # trained.
-        self._validity.has_masters = False
-        self.averages = Averages(self._masters.master, self._counts.taken, self._state, self._driver, self._reducer)
+
         self._register_prechecks()
         self._driver.refresh()
         # Set last. Steps raise as long as it differs from `param_groups`.
         self._listed = listed_parameters(self.param_groups)
 
-    def _place_weights(self, old_buckets: Sequence[Bucket]) -> None:
+    def _take_parameters(self, named: list[Named], masters: FlatMasters) -> None:
+        """Take over the values of the `named` parameters, and claim them. Collective."""
+        self._initialised_from_codes += [name for name, parameter, _ in named if _has_lost_masters(parameter)]
+        masters.initialise()
+        for _, parameter, _ in named:
+            take_off(parameter)
+            if isinstance(parameter, QuantizedWeight) and self._config.grad_dtype is torch.float32:
+                # Backward passes then compute the weight gradient in FP32.
+                parameter.grad_dtype = torch.float32
+        self._named += named
+        self._claim = take_over(self._named, f"a {self.NAME}")
+
+    def _place_weights(self, layout: Layout, masters: FlatMasters) -> ShardedWeights:
         """Place the weights of new buckets in flat buffers, and prepare the casts of all weights.
-        The flat buffers of `old_buckets`, which come first in the layout, stay. Collective.
+        Current buckets come first in `layout`, and their flat buffers stay. Collective.
         """
-        buckets, device = self._layout.buckets, self._masters.master.device
+        old_buckets = self._layout.buckets
         old_buffers: list[BucketBytes] = []
         delayed: dict[str, dict[str, Tensor]] = {}
         if old_buckets:
             old_buffers = self._weights.buffers
             delayed = self._plan.delayed.state_dict()
         # Where the shard of an old bucket begins in the masters, before and now.
-        new_starts = {old.start: new.start for old, new in zip(old_buckets, buckets, strict=False)}
+        new_starts = {old.start: new.start for old, new in zip(old_buckets, layout.buckets, strict=False)}
         for buffer in old_buffers:
             # After a switch of formats several buffers may belong to one bucket.
             buffer.move_to(new_starts[buffer.bucket.start])
-        new_buffers = [BucketBytes(bucket, device) for bucket in buckets[len(old_buckets) :]]
-        self._weights = ShardedWeights(
-            [*old_buffers, *new_buffers], self._masters, self._group, self._config, self._claim
-        )
-        self._driver = self._weights.driver
-        self._plan = self._driver.plan
+        new_buffers = [BucketBytes(bucket, masters.master.device) for bucket in layout.buckets[len(old_buckets) :]]
+        weights = ShardedWeights([*old_buffers, *new_buffers], masters, self._group, self._config, self._claim)
+        plan = weights.driver.plan
         if delayed:
-            self._plan.delayed.load_state_dict({**self._plan.delayed.state_dict(), **delayed})
+            plan.delayed.load_state_dict({**plan.delayed.state_dict(), **delayed})
+        plan.validity.owner = weakref.ref(self)
+        # The claim lists the trained parameters, so other objects over the same weights are not
+        # trained.
+        plan.validity.has_masters = False
+        return weights
 
     def _register_prechecks(self) -> None:
         """Register the checks of this optimizer that run before its weights are used
@@ -429,7 +434,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.averages.after_step()
             self._skipped.after_step()
         self._validity.changed()
-        self._square_sum, self._clipped, self._device.clipped = None, "", False
+        self._square_sum = None
+        self._clipped = ""
+        self._device.clipped = False
         self._caller.number += 1
         self._reducer.reset()
         # torch's schedulers check this flag, which otherwise only a call of `step` sets.
@@ -473,7 +480,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""
         self._device.clip.fill_(1.0)
-        self._clipped, self._device.clipped = "", False
+        self._clipped = ""
+        self._device.clipped = False
         self._reducer.reset()
         # Otherwise each access of a gradient would run the weight's __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
