@@ -7,7 +7,7 @@ repeated, since the masters are complete.
 
 The host drops the handle of a gather as soon as the bytes have arrived, when the columnwise copies
 are still to be made. A second thread that saw no handle would read stale copies. So one thread at a
-time starts or finishes gathers, and threads that read weights wait (`GatherLock`).
+time starts or finishes gathers, and threads that read weights wait (`Guard.lock`).
 """
 
 import contextlib
@@ -35,30 +35,6 @@ ADVICE = (
 )
 
 
-class GatherLock:
-    """A lock by which one thread at a time is in the gathers of an attachment."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # The number of nested calls that hold the lock. `is_held` reads it without the lock.
-        self._calls = 0
-
-    @property
-    def is_held(self) -> bool:
-        """True if any thread starts or finishes a gather now."""
-        return self._calls > 0
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock while the context is open."""
-        with self._lock:
-            self._calls += 1
-            try:
-                yield
-            finally:
-                self._calls -= 1
-
-
 class Guard:
     """The state by which an attachment guards its weights.
 
@@ -71,7 +47,7 @@ class Guard:
 
     def __init__(self, validity: Validity | None = None) -> None:
         self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
-        self.lock = GatherLock()
+        self.lock = threading.RLock()
         self.is_preparing = False
 
     def check(self, use: Use) -> None:
@@ -194,10 +170,12 @@ class Gathers(Gather):
 
         If another thread is finishing the gather, wait for that thread.
         """
-        # Without the lock first: this runs at every read of a weight.
-        if group.param_gather_handle is None and not self._guard.lock.is_held:
+        # This runs at every read of a weight: without a gather it only looks whether the lock is
+        # free.
+        if group.param_gather_handle is None and self._guard.lock.acquire(blocking=False):
+            self._guard.lock.release()
             return
-        with self._guard.lock.hold():
+        with self._guard.lock:
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
             self._guard.check(Use.READ)
@@ -209,7 +187,7 @@ class Gathers(Gather):
         method = getattr(group, name)
 
         def gather(*args: Any, **kwargs: Any) -> Any:
-            with self._guard.lock.hold():
+            with self._guard.lock:
                 self._guard.check(Use.READ)
                 with self._guard.validity.transaction("an all-gather", masters=False):
                     # Megatron calls `finish_param_sync` for groups that are finished already.

@@ -34,7 +34,7 @@ from . import host, layout, validate
 from .attachment import Attachment, attach
 from .building import quantized_params
 from .checkpoint import dequantize_
-from .offload import norms_for_masters
+from .offload import including_cpu_masters
 from .primary import is_primary, weight_of
 
 FLAG = "--zerocast-recipe"
@@ -116,7 +116,7 @@ class Installation:
             yield Patch(loop, name, lambda model, **kwargs: check([PlainValues(chunk) for chunk in model], **kwargs))
         name = "calc_params_l2_norm"
         if hasattr(loop, name):
-            yield Patch(loop, name, _including_cpu_masters(getattr(loop, name)))
+            yield Patch(loop, name, including_cpu_masters(getattr(loop, name)))
         yield Patch(arguments, "add_megatron_arguments", lambda parser: add_arguments(add(parser)))
         yield Patch(loop, "setup_model_and_optimizer", set_up)
         yield Patch(checkpointing, "generate_state_dict", plain_state_dict)
@@ -243,17 +243,6 @@ class Installation:
         original_factory, original_load = loop.get_megatron_optimizer, loop.load_checkpoint
         yield Patch(loop, "get_megatron_optimizer", build_optimizer)
         yield Patch(loop, "load_checkpoint", load)
-
-
-def _including_cpu_masters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's norm of all masters: it includes the masters in CPU memory."""
-
-    @functools.wraps(original)
-    def norm(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with norms_for_masters(model if isinstance(model, list) else [model]):
-            return original(model, *args, **kwargs)
-
-    return norm
 
 
 class PlainValues:

@@ -10,7 +10,7 @@ With BF16 weights Megatron gives the optimizer the weights themselves, and its C
 only FP32 masters. That is impossible for quantized weights, which have no values to start from.
 """
 
-import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -321,21 +321,26 @@ def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> t
     return cpu_groups, gpu_groups, copies, masters, copies if loads_into_copies else {}
 
 
-@contextlib.contextmanager
-def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
-    """Replace the `main_param` of parameters with masters in CPU memory while the context is open.
+def including_cpu_masters(hosts_norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's norm of all masters: it includes the masters in CPU memory.
 
-    Megatron computes the norm of all parameters from their `main_param` by a kernel that needs
-    addresses on the device. So `main_param` becomes the L2 norm of the master, a tensor of one
+    Megatron computes the norm from the `main_param` of parameters by a kernel that needs addresses
+    on the device. So during the call `main_param` is the L2 norm of the master, a tensor of one
     element on the device: the norm of these norms is the norm of all masters.
     """
-    params = [param for chunk in chunks for param in chunk.parameters()]
-    masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), CpuMaster)}
-    with Patches() as patches:
-        for param, master in masters.items():
-            norm = torch.linalg.vector_norm(master.memory, dtype=torch.float64)
-            patches.apply([Patch(param, "main_param", norm.to(master.device, torch.float32).view(1))])
-        yield
+
+    @functools.wraps(hosts_norm)
+    def norm_of_all(model: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = model if isinstance(model, list) else [model]
+        with Patches() as patches:
+            for param in (param for chunk in chunks for param in chunk.parameters()):
+                master = vars(param).get("main_param")
+                if isinstance(master, CpuMaster):
+                    norm = torch.linalg.vector_norm(master.memory, dtype=torch.float64)
+                    patches.apply([Patch(param, "main_param", norm.to(master.device, torch.float32).view(1))])
+            return hosts_norm(model, *args, **kwargs)
+
+    return norm_of_all
 
 
 def patches(optimizer: Any) -> Iterator[Patch]:
