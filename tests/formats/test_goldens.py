@@ -104,7 +104,7 @@ def incumbent_exponents(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(stays, exponent, exponent + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long_interpreted)])
 def test_square_mxfp8_is_that_of_the_incumbent(backend_anywhere: str, dtype: torch.dtype) -> None:
     """Codes agree, and so do both directions' scales, each repeated along its 32 rows or columns."""
     for rows, columns in ((64, 64), (96, 288), (352, 64)):

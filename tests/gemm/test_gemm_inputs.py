@@ -115,7 +115,8 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
 
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(1, 128), (56, 256), (128, 128), pytest.param((200, 384), marks=pytest.mark.long_interpreted)]
+    "shape",
+    [(1, 128), (56, 256), *(pytest.param(one, marks=pytest.mark.long_interpreted) for one in ((128, 128), (200, 384)))],
 )
 def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], power_of_2: bool, seed: int) -> None:
     """Both have the bytes of a matrix and of its transpose, or of a weight with 128x128 blocks, padded with zeros. Strides are
