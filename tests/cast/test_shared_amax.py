@@ -136,7 +136,7 @@ def sharded(fmt: str, device: str, apart: bool = False) -> None:
             fully_shard(projection, mp_policy=policy)
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     for step in range(3):
         torch.manual_seed(step)
         model(torch.randn(8, 64).to(device)).square().mean().backward()

@@ -119,7 +119,7 @@ def from_meta() -> None:
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
             module.reset_parameters()
     models.check(model, "from meta")
-    models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
+    models.train(model, models.OPTIMIZERS["AdamW"](model), range(1), 64)
     models.check(model, "from meta, after a step")
 
 

@@ -39,7 +39,7 @@ def build(where: str, formats: tuple[str, ...] = FORMATS, prepare: bool = True) 
     else:
         mesh = models.mesh((2, 2), ("replicate", "shard")) if where == "hsdp" else models.mesh()
         models.sharded(model, mesh=mesh, prepare=prepare)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, models.OPTIMIZERS["AdamW"](model)
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def build(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> An
 def losses(how: str, backend: str, reshard: bool) -> tuple[list[float], dict[str, str]]:
     """Return the losses of three steps and digests of the masters after them."""
     model = build(how, backend, ("nvfp4", "mxfp8"), reshard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = models.OPTIMIZERS["AdamW"](model)
     found = []
     for step in range(3):
         loss = model(models.batch(step, WIDTH)).float().square().mean()

@@ -102,7 +102,7 @@ def changed(name: str, formats: tuple[str, ...], reshard: bool) -> None:
         if when == "later":  # by a forward pass, as training does it
             models.forward(model)
         models.check(model, f"{name}, {when}")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the parameters that a change may have replaced
+        optimizer = models.OPTIMIZERS["AdamW"](model)  # of the parameters that a change may have replaced
         models.train(model, optimizer, range(1), 64)
         models.check(model, f"a step after {name}, {when}")
         models.forward(model)  # leaves weights gathered where nothing reshards them

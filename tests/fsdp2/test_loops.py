@@ -171,7 +171,7 @@ def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 :])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = models.OPTIMIZERS["AdamW"](model)
     with torch.no_grad():
         loss(model, 99)  # or FSDP2 takes whichever module runs first for the root
     found = []

@@ -181,7 +181,7 @@ def test_under_fsdp2() -> None:
     with torch.no_grad():
         sharded(torch.randn(8, 64, device=sharded_models.place()))
     assert_same(collected(sharded, "modelopt"), wanted)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1, fused=True)
     sharded(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     changed = collected(sharded, "modelopt")
