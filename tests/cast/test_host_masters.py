@@ -2,20 +2,112 @@
 handed memory of the other.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests import casts, sharded
-from tests.cast import host_masters
 from tests.matrices import lcg_matrix
-from tests.sharded import Weight
+from tests.sharded import Outcome, Weight
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify
+from zerocast.backends import ops
 from zerocast.cast import cpu_masters, partition
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import ONE_PROCESS
+
+# No test machine has another device: the reference backend stands for that of the weights.
+DEVICE, HOST = "reference", "cpu"
+
+
+class Apart:
+    """The storages that the stages of each backend were handed."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, dict[int, Tensor]] = {DEVICE: {}, HOST: {}}
+
+    def watching(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stage: str, backend: str, fmt: str | None = None) -> Callable[..., None]:
+            run = implementation(stage, backend, fmt)
+
+            def watched(*arguments: Any) -> None:
+                for argument in arguments:
+                    for tensor in argument if isinstance(argument, list) else [argument]:
+                        if isinstance(tensor, Tensor) and tensor.numel():
+                            self.of[backend][tensor.untyped_storage().data_ptr()] = (
+                                tensor  # kept, so that no address is reused
+                            )
+                run(*arguments)
+
+            return watched
+
+        return call
+
+    @property
+    def shared(self) -> int:
+        """The number of storages that both backends were handed."""
+        return len(self.of[DEVICE].keys() & self.of[HOST].keys())
+
+
+class EveryOther:
+    """A choice of every other master as one on the host, in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, bool] = {}
+
+    def __call__(self, master: Tensor, device: torch.device) -> bool:
+        return self._seen.setdefault(master.data_ptr(), len(self._seen) % 2 == 0)
+
+
+@contextlib.contextmanager
+def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
+    """Let plans take all masters, or every other, for masters on the host while the context is open, in pieces
+    of `piece` elements.
+    """
+    found, sides = Apart(), {"side_effect": EveryOther()} if mixed else {"return_value": True}
+    with (
+        mock.patch.object(partition, "is_on_cpu", **sides),
+        mock.patch.object(cpu_masters, "PIECE", piece),
+        mock.patch.object(ops, "_implementation", found.watching(ops._implementation)),
+    ):
+        yield found
+
+
+def cast_and_gather(
+    cases: tuple[Weight, ...], piece: int, steps: int = 1, mixed: bool = False
+) -> tuple[Outcome, int, set[str]]:
+    """Return the outcome of a plan with masters on the host, the number of storages that both devices were
+    handed, and the backends that had any.
+    """
+    with apart(piece, mixed) as found:
+        outcome = sharded.cast_and_gather(cases, DEVICE, steps)
+        return outcome, found.shared, {name for name, storages in found.of.items() if storages}
+
+
+def compare_with_the_device(cases: tuple[Weight, ...], piece: int) -> None:
+    """Check that buffers are those of masters on the device after three casts, of which the second is skipped.
+    Delayed scales and histories are among them.
+    """
+    pairs = [sharded.Sharded(cases, dist.get_rank()) for _ in range(2)]
+    plans = [CastPlan(pairs[0].weights, pairs[0].masters, pairs[0].starts, backend=DEVICE)]
+    with apart(piece):
+        plans.append(CastPlan(pairs[1].weights, pairs[1].masters, pairs[1].starts, backend=DEVICE))
+        for step in range(3):
+            for held, plan in zip(pairs, plans, strict=True):
+                held.set_masters(step)
+                with mock.patch.object(partition, "is_on_cpu", return_value=plan is plans[1]):
+                    plan.cast(skip=torch.tensor([step == 1]))
+            for ours, theirs in zip(pairs[1].weights, pairs[0].weights, strict=True):
+                for name, expected in theirs.state.buffers.items():
+                    found = ours.state.buffers[name]
+                    assert found is expected is None or (casts.raw(found) == casts.raw(expected)).all(), (step, name)
+
 
 GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 
@@ -25,11 +117,11 @@ GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
     """Casts are right with all masters on the host, and with every other one if `mixed`."""
     cases = sharded.every_format(world, seed)
-    found = ranks(world)(host_masters.cast_and_gather, cases, piece, 1, mixed)
+    found = ranks(world)(cast_and_gather, cases, piece, 1, mixed)
     for rank, (outcome, shared, backends) in enumerate(found):
         sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
         assert shared == 0
-        assert backends == {host_masters.DEVICE, host_masters.HOST}
+        assert backends == {DEVICE, HOST}
 
 
 @pytest.mark.parametrize("piece", [10, 1 << 22])
@@ -39,14 +131,14 @@ def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
         Weight(fmt, (32, 32), GAPS, content="lcg", seed=seed)
         for seed, fmt in enumerate(("nvfp4", "mxfp4", "fp8_current"))
     )
-    for outcome, shared, _ in ranks(3)(host_masters.cast_and_gather, cases, piece, 2):
+    for outcome, shared, _ in ranks(3)(cast_and_gather, cases, piece, 2):
         sharded.assert_unsharded(outcome, cases, "gaps", step=1)
         assert shared == 0
 
 
 @on_ranks(1, 3)
 def test_skips_and_histories(world: int, seed: int) -> None:
-    host_masters.compare_with_the_device(sharded.every_format(world, seed), 1000)
+    compare_with_the_device(sharded.every_format(world, seed), 1000)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
@@ -60,7 +152,7 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
         dtype = weight.rowwise_data.dtype
         parts = [torch.full((700,), sharded.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
         storage = (parts[0], parts[1]) if fmt == "mxfp8" else parts[0]
-        with host_masters.apart(100), mock.patch.object(partition, "is_on_cpu", return_value=on_host):
+        with apart(100), mock.patch.object(partition, "is_on_cpu", return_value=on_host):
             plan = CastPlan(
                 [weight], [master], [33], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend="reference"
             )
@@ -74,7 +166,7 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
 
 
 def test_what_cannot_be_done_is_refused_before_anything_is() -> None:
-    with host_masters.apart():
+    with apart():
         weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.randn(16 * 32)
         plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference")
         plan.cast()

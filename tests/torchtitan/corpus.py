@@ -5,16 +5,43 @@ them a mixture of experts.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from tests.torchtitan.text import Text
 from zerocast.integrations.torchtitan import JobConfig, with_tensor_parallelism
+
+# A text of numbers, which a small model learns within some steps.
+TEXT = " ".join(f"{a} times {b} is {a * b}." for a in range(2, 20) for b in range(2, 20)).encode()  # bytes are tokens
+
+
+class Text(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
+    """The text from another place on every rank, and the place where the next sequence begins."""
+
+    def __init__(self, rank: int, length: int) -> None:
+        self._tokens, self._length, self._start = torch.tensor(list(TEXT)), length, 131 * rank
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            places = (self._start + torch.arange(self._length + 1)) % len(self._tokens)
+            self._start += 257
+            window = self._tokens[places]
+            yield {"input": window[:-1]}, window[1:]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self._start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["start"]
+
 
 __all__ = ["JobConfig"]
 

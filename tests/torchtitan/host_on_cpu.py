@@ -3,7 +3,7 @@
 * It looks for an accelerator once, when it is imported, and finds the CPU.
 * The CPU has no memory statistics, and no number.
 * Gloo has no reduction that multiplies first, which FSDP2 takes for a divide factor: it sums and divides.
-* Torch's context parallelism attends with the attention kernels of GPUs alone: `context_on_cpu.py` stands for it.
+* Torch's context parallelism attends with the attention kernels of GPUs alone: `gathered_attention` stands for it.
 * A mixture of experts asks for a GPU before it takes grouped products, which the CPU has too; counts tokens in a histogram of
   integers; and orders them with a Triton kernel that has a twin for the CPU.
 * After the last step rank 0 sleeps for two seconds.
@@ -16,7 +16,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -25,12 +26,41 @@ import pytest
 import torch
 import torch._utils
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from tests.torchtitan.context_on_cpu import gathered_attention
 from tests.torchtitan.missing_packages import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
+
+# -- Attention over a sequence that context parallelism has cut: keys and values of all ranks are gathered, and the backward pass
+# of the gather sums their gradients over the ranks. Torch's own (`torch.distributed.tensor.experimental`) sends them round by
+# kernels that are there for GPUs alone.
+
+SEQUENCE = 2  # the dimension of `[batch, heads, sequence, channels]`
+
+
+def positions(length: int, ranks: int) -> list[Tensor]:
+    """Return the positions of each rank's elements: the n-th part from both ends, as torchtitan's balancer deals them."""
+    parts = torch.arange(length).chunk(2 * ranks)
+    return [torch.cat([parts[rank], parts[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+
+
+def gathered_attention(modules: Sequence[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
+    """Stand in for `torchtitan.distributed.context_parallel.apply_cp_to_attention_module` on a CPU."""
+    assert attention_type == "sdpa", attention_type
+
+    def forward(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        held = positions(q.shape[SEQUENCE] * mesh.size(), mesh.size())
+        keys, values = (all_gather_tensor_autograd(x.contiguous(), SEQUENCE, mesh.get_group()) for x in (k, v))
+        causal = held[mesh.get_local_rank()][:, None] >= torch.cat(held)[None, :]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=causal, **options)
+
+    for module in modules:
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
 
 WHY_NOT = ""
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import debug
 
 from tests.torchtitan import training
+from tests.torchtitan.corpus import Text
 from tests.torchtitan.host_on_cpu import device_of, importable, process_on_cpu
-from tests.torchtitan.text import Text
 
 WHY_NOT = ""
 
