@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts, sharded
+from tests.selection import examples_on
 from tests.sharded import POISON, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks
@@ -54,6 +55,7 @@ def check(ranks: Ranks, cases: tuple[Weight, ...], backend: str | None = None) -
             casts.assert_same_bytes(weight, scales, f"{rank} {case}")
 
 
+@examples_on(3)
 @given(world=st.sampled_from([1, 2, 3, 5]), data=st.data())
 def test_shards_hold_their_bytes(ranks: Ranks, world: int, data: st.DataObject) -> None:
     check(ranks, data.draw(models(world)), data.draw(st.sampled_from(["reference", None])))
