@@ -61,7 +61,7 @@ class Run:
     """
 
     specs: tuple[Spec, ...] = MIXED
-    steps: int = 4
+    steps: int = 3
     stage: int = 2
     config: ZeroConfig = DETERMINISTIC
     options: tuple[Mapping[str, Any], ...] = TWO_GROUPS

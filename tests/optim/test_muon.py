@@ -36,7 +36,7 @@ SPECS = (
     Spec("plain", (24, 40), dtype=FP32),
     Spec("stack", (3, 24, 40)),
 )
-RUN = Run(SPECS, steps=4, options=OPTIONS, optimizer=ZeroMuon)
+RUN = Run(SPECS, options=OPTIONS, optimizer=ZeroMuon)
 SMALL = dataclasses.replace(RUN, specs=tuple(s for s in SPECS if s.name in ("norm", "cut", "block", "nv")))
 TUNED = {"weight_decay": 0.0, "momentum": 0.8, "nesterov": False, "ns_coefficients": (3.0, -3.2, 1.2)}
 RUNS: dict[str, dict[str, Any]] = {

@@ -70,7 +70,7 @@ RUNS = {
     "fp32 gradients": Run(config=FP32_GRADIENTS, max_norm=0.1),
     "bf16 gradients": Run(config=BF16_GRADIENTS, max_norm=0.1),
     "bf16 moments": Run(config=BF16_MOMENTS, max_norm=0.1),
-    "8-bit moments": Run(config=EIGHT_BIT_MOMENTS, max_norm=0.1, steps=12),
+    "8-bit moments": Run(config=EIGHT_BIT_MOMENTS, max_norm=0.1, steps=6),
     "8-bit moments, accumulated": Run(config=EIGHT_BIT_MOMENTS, accumulate=3, stage=1),
     # ranks 1 and 2 own no piece of a weight
     "8-bit moments, one element": Run(
