@@ -90,7 +90,7 @@ def _each_on_all_ranks(owned_shares: Sequence[OwnedShare], work: Callable[[Owned
     dense = owned_shares[0]
     results = []
     for owned in owned_shares:
-        if owned.share.group is dense.share.group:
+        if owned.process_group is dense.process_group:
             results.append(work(owned))
         else:
             results.append(together(dense.group, functools.partial(work, owned), "attaches zerocast to experts"))
@@ -175,7 +175,7 @@ def build_share(owned: OwnedShare, guard: Guard, patches: Patches) -> AttachedSh
         )
     delayed = driver.plan.delayed
     detached = unattached.state_left_in(owned.optimizer)
-    earlier_scaling = None if detached is None else detached.delayed.get(owned.share.suffix)
+    earlier_scaling = None if detached is None else detached.delayed.get(owned.suffix)
     if earlier_scaling is None:
         # First attachment: all ranks use the scales of rank 0, since the bytes of different ranks
         # are gathered into one weight with one scale.
@@ -258,7 +258,7 @@ class Attachment:
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
                     of_optimizer = [share for share in self._shares if share.owned.optimizer is optimizer]
-                    delayed = {share.owned.share.suffix: share.driver.plan.delayed for share in of_optimizer}
+                    delayed = {share.owned.suffix: share.driver.plan.delayed for share in of_optimizer}
                     unattached.refuse(optimizer, unattached.DetachedState(delayed, self._guard.validity))
             self.plans, self._optimizers, self._shares = [], [], []
 

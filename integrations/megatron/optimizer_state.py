@@ -241,18 +241,18 @@ def _scaling_entry(share: AttachedShare) -> dict[str, Any]:
         return {}
     # Copies, since an asynchronous save overlaps the next step, which rolls the scales.
     values = {name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()}
-    index, instance = share.owned.share.replica
+    index, instance = share.owned.replica
     key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
     replica = (instance, 0, share.owned.group.rank)
     sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
-    return {SCALING + share.owned.share.suffix: sharded(key, values, (1,), (0,), replica_id=replica)}
+    return {SCALING + share.owned.suffix: sharded(key, values, (1,), (0,), replica_id=replica)}
 
 
 def _load_scaling(share: AttachedShare, state_dict: Any) -> None:
     """Load delayed scaling from an optimizer's state. The next cast seeds the scales that the state
     lacks.
     """
-    missing = share.driver.plan.delayed.load_state_dict(state_dict.get(SCALING + share.owned.share.suffix, {}))
+    missing = share.driver.plan.delayed.load_state_dict(state_dict.get(SCALING + share.owned.suffix, {}))
     for name in missing:
         if share.owned.group.rank == 0:
             logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)

@@ -49,18 +49,20 @@ class Share:
     """The part of an optimizer that one group of ranks divides.
 
     Attributes:
-        group: the process group.
-        buffers: the host's buffers, with the parameters of all ranks of `group`.
+        optimizer: the host's optimizer.
+        process_group: the group of ranks.
+        buffers: the host's buffers, with the parameters of all ranks of the group.
         masters: iterates over the masters that this rank owns.
         replica: (index of the group, instance), which identifies entries that the group saves once.
         suffix: is appended to the names of entries where one optimizer saves several shares.
     """
 
-    group: Any
+    optimizer: Any
+    process_group: Any
     buffers: list[Any]
     masters: Callable[[], Iterator[OwnedMaster]]
     replica: tuple[int, int]
-    suffix: str = ""
+    suffix: str
 
 
 @dataclass
@@ -90,18 +92,15 @@ class OwnedWeight:
 
 
 @dataclass(frozen=True)
-class OwnedShare:
-    """The part of one optimizer's share that this rank owns.
+class OwnedShare(Share):
+    """A share, and the part of it that this rank owns.
 
     Attributes:
-        optimizer, share: the host's optimizer, and the share of it that one group of ranks divides.
         weights: the quantized weights in the order of the share's buffers, the same on every rank.
         plain: the parameters that are not quantized.
         bucket_groups: the host's bucket groups that gather the bytes of the share's buffers.
     """
 
-    optimizer: Any
-    share: Share
     weights: list[OwnedWeight]
     plain: list[PlainShard]
     bucket_groups: list[Any]
@@ -109,7 +108,7 @@ class OwnedShare:
     @property
     def group(self) -> Group:
         """The ranks that share the masters."""
-        return Group.of(self.share.group)
+        return Group.of(self.process_group)
 
 
 def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare]:
@@ -121,7 +120,7 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
     """
     names = _unique_names(chunks)
     groups = host.bucket_groups(chunks)
-    owned_shares = [_owned_share(inner, share, names, groups) for inner in optimizers for share in shares(inner)]
+    owned_shares = [_owned_share(share, names, groups) for inner in optimizers for share in shares(inner)]
     _check_gathered(chunks, groups)
     _check_owned(owned_shares, groups, names)
     return owned_shares
@@ -140,7 +139,7 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
     return {param: name for name, param in names.items()}
 
 
-def _owned_share(optimizer: Any, share: Share, names: Mapping[int, str], groups: Sequence[Any]) -> OwnedShare:
+def _owned_share(share: Share, names: Mapping[int, str], groups: Sequence[Any]) -> OwnedShare:
     weights: dict[int, OwnedWeight] = {}  # both by id of the parameter
     plain: dict[int, PlainShard] = {}
     for buffer in share.buffers:
@@ -165,7 +164,9 @@ def _owned_share(optimizer: Any, share: Share, names: Mapping[int, str], groups:
             plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
     buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
     gathering = [group for group in groups if any(id(bucket) in buckets for bucket in group.buckets)]
-    return OwnedShare(optimizer, share, list(weights.values()), list(plain.values()), gathering)
+    return OwnedShare(
+        **vars(share), weights=list(weights.values()), plain=list(plain.values()), bucket_groups=gathering
+    )
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
@@ -217,7 +218,7 @@ def shares(optimizer: Any) -> list[Share]:
 def _parts(optimizer: Any) -> list[Share]:
     replica = optimizer.data_parallel_group_idx, optimizer.distributed_optimizer_instance_id
     masters = functools.partial(_masters_of_parts, optimizer)
-    return [Share(optimizer.data_parallel_group, list(optimizer.buffers), masters, replica)]
+    return [Share(optimizer, optimizer.data_parallel_group, list(optimizer.buffers), masters, replica, suffix="")]
 
 
 def _masters_of_parts(optimizer: Any) -> Iterator[OwnedMaster]:
@@ -252,7 +253,7 @@ def _whole_matrices(optimizer: Any) -> list[Share]:
         # The dense share is there even without buffers: callers take the first one for it.
         if mine or not suffix:
             masters = functools.partial(_masters_of_matrices, optimizer, mine)
-            divided.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
+            divided.append(Share(optimizer, group, mine, masters, (saved_by.rank(), 0), suffix))
     return divided
 
 

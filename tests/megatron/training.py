@@ -193,8 +193,8 @@ class Run:
                 for param, master, start, _ in share.masters():
                     values = of(one, master).detach().cpu().view(-1).clone()
                     mine[names.get(id(param), "of another chunk")] = start, values
-                its_ranks: list[Any] = [None] * share.group.size()
-                dist.all_gather_object(its_ranks, mine, group=share.group)
+                its_ranks: list[Any] = [None] * share.process_group.size()
+                dist.all_gather_object(its_ranks, mine, group=share.process_group)
                 everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():
