@@ -102,12 +102,13 @@ def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
     assert found["other"]["extra"] == {"tensors": 1, "bytes": 16}
     assert found["masters"]["tensors"] == len(MIXED)
     by_name = {one["name"]: one for one in found["weights"]}
+    masters = trainer.optimizer.state_dict()["model"]
     for name, parameter in trainer.probe.named_parameters():
         if not isinstance(parameter, QuantizedWeight):
             assert by_name[name]["format"] == "float32"
             continue
         assert by_name[name]["format"] == str(parameter.format)
-        x = trainer.optimizer.state_dict()["model"][name].double()
+        x = masters[name].double()
         error = float((parameter.dequantize().double() - x).norm() / x.norm())
         assert by_name[name]["error"] == pytest.approx(error, rel=2**-7)  # `dequantize` rounds to the nominal dtype
     assert main(["inspect", str(tmp_path / "c")]) == 0

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zerocast
 from tests import casts
+from tests.workers import seed_random_numbers
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.fsdp2 import FusedAdamW, torch_fsdp
@@ -102,7 +103,7 @@ class Net(nn.Module):
     def __init__(self, formats: tuple[str, ...], width: int, hidden: int) -> None:
         super().__init__()
         with torch.random.fork_rng():
-            torch.manual_seed(0)
+            seed_random_numbers()
             self.blocks = nn.ModuleList(
                 Block(nn.LayerNorm(width), nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width, bias=False))
                 for _ in formats

@@ -78,8 +78,9 @@ class Averaged(Compared):
         before = weight_bytes(self.probe)
         scales = {name: float(views["cast_scale"]) for name, views in self.optimizer.state_dict()["zerocast"].items()}
         with self.ema.swapped():
+            swapped = weight_bytes(self.probe)
             for spec in MIXED:
-                found, average = weight_bytes(self.probe)[spec.name], self.wanted[spec.name].view(spec.shape)
+                found, average = swapped[spec.name], self.wanted[spec.name].view(spec.shape)
                 if spec.fmt == PLAIN:
                     wanted = {"rowwise_data": casts.raw(average.to(spec.dtype))}
                 else:
@@ -87,8 +88,9 @@ class Averaged(Compared):
                     wanted |= {key: before[spec.name][key] for key in ("scale", "amax_history") if key in found}
                 casts.assert_same_bytes(found, wanted, f"rank {self.rank}: {spec.name}")
             assert zerocast.verify(self.optimizer).ok
+        afterwards = weight_bytes(self.probe)
         for name, wanted in before.items():
-            casts.assert_same_bytes(weight_bytes(self.probe)[name], wanted, f"afterwards: {name}")
+            casts.assert_same_bytes(afterwards[name], wanted, f"afterwards: {name}")
 
 
 @pytest.mark.parametrize(

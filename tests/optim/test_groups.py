@@ -49,8 +49,9 @@ def test_learning_rate_as_a_tensor(config):
         probe.backward(step, 0)
         optimizer.step()
         reference.step({s.name: run.rounds(s, step, 1) for s in MIXED}, [{**ADAM, "lr": float(rate)}, options[1]])
+    found = weight_bytes(probe)
     for name, wanted in reference.bytes.items():
-        casts.assert_same_bytes(weight_bytes(probe)[name], wanted, name)
+        casts.assert_same_bytes(found[name], wanted, name)
     state = optimizer.state_dict()
     rate.fill_(7.0)
     optimizer.load_state_dict(state)

@@ -167,8 +167,9 @@ def test_every_thread_waits(failing: bool) -> None:
                 said.append(str(error))
                 continue
             casts.assert_same_bytes({direction: future.result()}, {direction: wanted[name][direction]}, name)
+        again = weight_bytes(trainer.probe)
         for name, bytes_ in wanted.items():
-            casts.assert_same_bytes(weight_bytes(trainer.probe)[name], bytes_, f"{name}, read again")
+            casts.assert_same_bytes(again[name], bytes_, f"{name}, read again")
     trainer.step(1)
     dist.barrier()
     assert said == (["a rank died"] if failing else [])

@@ -55,9 +55,9 @@ def loads(source: Any, dtype: torch.dtype) -> list[str]:
             parameter.high_precision_init_val = wanted[spec.name].float()  # type: ignore[attr-defined]
     optimizer = ZeroAdamW(built.probe.named_parameters(), config=RUN.config, **ADAM)
     optimizer.load_state_dict({**optimizer.state_dict(), "zerocast": {}})  # seeds delayed scaling from the masters
+    found = weight_bytes(trainer.probe)
     for name, held in weight_bytes(built.probe).items():
-        found = weight_bytes(trainer.probe)[name]
-        different += [f"{name} {buffer}" for buffer, value in held.items() if not (found[buffer] == value).all()]
+        different += [f"{name} {buffer}" for buffer, value in held.items() if not (found[name][buffer] == value).all()]
     report = zerocast.verify(trainer.optimizer)
     return different + [str(difference) for difference in report.differences]
 
