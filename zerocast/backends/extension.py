@@ -123,9 +123,11 @@ class CompiledStage:
         skip = None if self.skip_place is None else arguments[self.skip_place]
         if skip is not None and bool(skip):
             return
-        converted = [convert(arguments[place]) for place, convert in self.converters]
-        made = [make(arguments[0], arguments[self.table_place]) for make in self.from_table]
-        self.entry(*converted, *made, self.last(arguments[self.table_place]))
+        table = arguments[self.table_place]
+        values = [convert(arguments[place]) for place, convert in self.converters]
+        if self.from_table:
+            values += [make(arguments[0], table) for make in self.from_table]
+        self.entry(*values, self.last(table))
 
 
 class BoundStage:
