@@ -65,6 +65,7 @@ FSDP2 = (
     PrivateName("_get_fsdp_state", f"{_FSDP}:FSDPModule", "the parameter groups of a module", _GROUPS),
     PrivateName("_fsdp_param_group", "", "the parameter group of a module", _GROUPS, last=(2, 12)),
     PrivateName("_fsdp_param_groups", "", "the parameter groups of a module", _GROUPS, first=(2, 13)),
+    PrivateName("_state_ctx", "", "notice that a backward pass raised", "a public query of it"),
     PrivateName("_training_state", "", "whether a group is within a pass", _GROUPS),
     PrivateName(
         "_to_sharded", "", "free the groups that a forward pass left gathered", "FSDPModule.reshard for one group"

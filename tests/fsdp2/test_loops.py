@@ -10,21 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
 from tests.workers import Ranks, on_ranks
-from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2 import FusedAdamW, torch_fsdp
 
 STEPS = range(2)
+CAN_RESET = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="FSDP2 of torch before 2.13 has no way back from a backward pass that raised",
+)
 
 
-def loss(model: Any, step: int, learns: bool = False) -> Tensor:
-    """Return the loss of a step, whose inputs require gradients if `learns`."""
+def loss(model: Any, step: int) -> Tensor:
+    """Return the loss of a step."""
     # After a backward pass that broke off, FSDP2 of torch 2.11 casts the inputs of no pass.
     inputs = models.batch(step, 64).bfloat16()
-    return model(inputs.requires_grad_(learns)).float().square().mean()  # type: ignore[no-any-return]
+    return model(inputs).float().square().mean()  # type: ignore[no-any-return]
 
 
 class Rooted(Net):
@@ -223,8 +228,11 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
         if breaks:
             with breaking_backward(model.blocks[1][0]):
                 loss(model, 100 + step).backward()
+            with torch.no_grad():
+                loss(model, 100)
             found += models.complaints(model, f"broken {step}")
-        loss(model, step, learns=True).backward()
+            model.reset_iter_state()
+        loss(model, step).backward()
         if together is not None:
             together.step()
             together.zero_grad()
@@ -261,6 +269,7 @@ def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -
     assert ranks(2)(stepped_within, maker, reshard) == [[], []]
 
 
+@CAN_RESET
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_backward_pass_that_breaks_between_steps(ranks: Ranks, reshard: bool) -> None:
     """A broken backward pass leaves gathers of the weights of its forward pass behind with `reshard`."""
@@ -284,3 +293,41 @@ def test_a_gather_that_a_broken_backward_pass_left_behind() -> None:
         after = model(models.batch(2, 64).bfloat16())
         zerocast.fsdp2.refresh(model)
         assert torch.equal(after, model(models.batch(2, 64).bfloat16()))
+
+
+def after_a_broken_pass(model: Any, optimizer: Any, recovers: bool) -> dict[str, str]:
+    """Train on after a backward pass that breaks off between two layers of a block, or without one. Return digests."""
+    loss(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if recovers:
+        with breaking_backward(model.blocks[1][1]):
+            loss(model, 1).backward()
+        with torch.no_grad():
+            loss(model, 100)
+        with pytest.raises(RuntimeError, match=r"a backward pass of this model raised.* call reset_iter_state\(\)"):
+            loss(model, 2)
+        model.reset_iter_state()
+        optimizer.zero_grad()
+    for step in STEPS:
+        loss(model, 2 + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digests(model)
+
+
+@pytest.mark.notices(
+    "a backward pass raises, and the loop catches that and goes on",
+    where="FSDP2",
+    answer="the next forward pass with gradients raises, and names `reset_iter_state`",
+)
+@CAN_RESET
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2)
+def test_training_goes_on_after_a_broken_backward_pass(reshard: bool) -> None:
+    """Nothing of the pass is left after a reset, also the gradients that FSDP2 has not reduced yet."""
+    found = []
+    for recovers in (False, True):
+        model = models.sharded(Rooted(), reshard_after_forward=reshard)
+        found.append(after_a_broken_pass(model, FusedAdamW(model.parameters(), lr=1e-2), recovers))
+    assert found[0] == found[1]

@@ -31,6 +31,11 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity, changed_together
 
+FAILED_BACKWARD = (
+    "a backward pass of this model raised, and FSDP2 would not reduce all gradients of later passes: call reset_iter_state() of "
+    "the root module that fully_shard returned (torch 2.13 and later) and zero_grad() of the optimizer, or load a checkpoint in a "
+    "new process. Evaluation is not affected"
+)
 SWITCH_BETWEEN_STEPS = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
 _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
@@ -330,9 +335,12 @@ class CastManager:
         gathered again if their masters or plain parameters were written since. Collective.
 
         Raises RuntimeError on all ranks if masters of only some ranks were written; on a GPU, a
-        later call raises it.
+        later call raises it. Raises RuntimeError, on this rank only, in a pass with gradients after
+        a backward pass that raised here.
         """
         plan = self.plan
+        if plan.param_groups.has_failed_backward and torch.is_grad_enabled():
+            raise RuntimeError(FAILED_BACKWARD)
         plan.check_sharded()
         param_groups = plan.param_groups
         param_groups.discard_failed_backward(plan.model)

@@ -311,11 +311,16 @@ class ParamGroups:
         # The number of the backward pass inside which an optimizer has stepped, from a gradient
         # hook. None after the next cast.
         self._backward_with_step: int | None = None
+        # FSDP2's state of one module of the model. Set by `find`.
+        self._state: Callable[[], Any] = lambda: None
 
     def find(self, model: nn.Module, weights: Collection[FSDPWeight], status: GatherStatus) -> None:
         """Find the groups of a sharded model, and which of `weights` each of them gathers. A call
         after one that found too few groups replaces its result.
         """
+        state = torch_fsdp.state_of(model)
+        if state is not None:
+            self._state = weakref.ref(state)
         fsdp_groups = list(torch_fsdp.groups(model))
         self._groups = [weakref.ref(group) for group in fsdp_groups]
         self._tracked = []
@@ -407,6 +412,12 @@ class ParamGroups:
     def is_stepping_in_backward(self) -> bool:
         """True during a backward pass, once an optimizer has stepped inside it."""
         return self._backward_with_step is not None and torch_fsdp.backward_pass() is not None
+
+    @property
+    def has_failed_backward(self) -> bool:
+        """True after a backward pass that raised, until FSDP2 is reset."""
+        state = self._state()
+        return state is not None and torch_fsdp.has_failed_backward(state)
 
     def discard_failed_backward(self, model: nn.Module) -> None:
         """Discard the gathers of a backward pass that raised after an optimizer had stepped inside

@@ -159,6 +159,19 @@ def while_gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
+def state_of(model: nn.Module) -> Any:
+    """Return FSDP2's state of the first FSDP module within `model`. None without one."""
+    return next((module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)), None)
+
+
+def has_failed_backward(state: Any) -> bool:
+    """Return True if a backward pass raised, of any module below the same root as the module of
+    `state`, and FSDP2 was not reset since. FSDP2 then runs nothing at the end of any later pass, so
+    some gradients are never reduced.
+    """
+    return getattr(state._state_ctx, "post_backward_final_callback_queued", False) and backward_pass() is None
+
+
 def has_unreduced_gradient(param: Any) -> bool:
     """Return True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
@@ -312,6 +325,20 @@ class TrackedGroup(FSDPParamGroup):
             self.is_of_this_pass = self._training_state is TrainingState.FORWARD
             self.plain_versions = self.count_plain_writes()
         super().unshard(async_op)
+
+    def _reset_iter_state(self) -> None:
+        """Drop a pass that raised. Called by `FSDPModule.reset_iter_state` of torch 2.13 and later.
+
+        FSDP2 documents that this drops unreduced gradients, but keeps them with the gathered
+        parameters, and the next pass would add to them.
+        """
+        super()._reset_iter_state()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.fsdp_params:
+                if vars(param).get("unsharded_accumulated_grad") is not None:
+                    param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
 
 
 _plain_versions = operator.attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
