@@ -1,6 +1,7 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,55 @@ def test_a_step_count_is_written() -> None:
         fused_step(model, optimizer, 1)
         masters.append([parameter.full_tensor() for parameter in models.held(model)])
     assert all(map(torch.equal, *masters))
+
+
+RESETS: dict[str, Callable[[FusedAdamW], object]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "pop": lambda optimizer: [optimizer.state.pop(parameter) for parameter in list(optimizer.state)],
+    "empty entries": lambda optimizer: optimizer.state.update({parameter: {} for parameter in optimizer.state}),
+    "another dict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@pytest.mark.parametrize("then", ["step", "save"])
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@on_ranks(2)
+def test_moments_are_reset(moment_dtype: Any, then: str) -> None:
+    """Moments begin again at zero after a caller has removed their entries, as in torch.optim."""
+    model = models.sharded(Net(("nvfp4",), WIDTH, HIDDEN))
+    for how, reset in RESETS.items():
+        results = []
+        for resets in (False, True):
+            with torch.no_grad():
+                for parameter in models.held(model):
+                    parameter.fill_(0.5)
+            optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
+            if resets:
+                fused_step(model, optimizer, 0)
+                with torch.no_grad():
+                    for parameter in models.held(model):
+                        parameter.fill_(0.5)
+                reset(optimizer)
+            if then == "step":
+                fused_step(model, optimizer, 1)
+            results.append(digests({"masters": model.state_dict(), "moments": optimizer.state_dict()["state"]}))
+        assert results[0] == results[1], how
+
+
+def test_a_state_that_was_kept_during_steps() -> None:
+    """A state of FP32 moments has the tensors in use and copies of the step counts, so it restores nothing."""
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = FusedAdamW([parameter], lr=1e-2)
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    kept = optimizer.state_dict()
+    optimizer.load_state_dict(kept)
+    optimizer.step()
+    with pytest.raises(ValueError, match="the state is that of step 1, but its tensors are views"):
+        optimizer.load_state_dict(kept)
+    kept["state"][0]["step"].fill_(7.0)
+    optimizer.load_state_dict(kept)
+    assert optimizer.state[parameter]["step"] == 7
 
 
 def test_a_first_step_in_inference_mode() -> None:

@@ -3,6 +3,7 @@ saves, verifies, evaluates or ends reads.
 """
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -112,7 +113,7 @@ def test_a_disagreement_reaches_all_ranks_a_step_later(reader: str) -> None:
         model = models.sharded(Net(FORMATS, 64, 96))
         steps = models.OPTIMIZERS["FusedAdamW" if reader == "a step" else "AdamW"](model)
         step(model, steps, 0)
-        state = TrainingState(model, steps).state_dict()
+        state = copy.deepcopy(TrainingState(model, steps).state_dict())
         calls = [lambda: step(model, steps, 1), lambda: READERS[reader](model, steps)]
         calls += [lambda: TrainingState(model, steps).load_state_dict(state), calls[1]]
         if dist.get_rank() == 1:

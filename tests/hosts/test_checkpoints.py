@@ -1,5 +1,6 @@
 """Checkpoints of every host: what is loaded was saved, what follows would have followed, and what does not fit raises."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.hosts.under_test import different, find, param, variants
 from tests.selection import worlds
-from tests.workers import CASE_SECONDS, Ranks
+from tests.workers import CASE_SECONDS, Ranks, error_of
 from zerocast import verify
 
 
@@ -144,3 +145,43 @@ def test_states_that_do_not_fit(ranks: Ranks, tmp_path: Path, host: str) -> None
     for said, changed in ranks(2)(that_do_not_fit, host, str(tmp_path)):
         assert changed == []
         assert "lacks" in said[0] and "(3,)" in said[1]
+
+
+def kept_during_a_step(host: str, variant: str, taken: int, folder: str) -> tuple[str, list[str], list[str]]:
+    """Keep a state, and a copy of it, while a run takes a step. Return the error of loading the state, what that
+    changed, and what loading the copy has not restored.
+    """
+    with find(host).inside(variant):
+        run = find(host)(folder, variant)
+        for number in range(taken):
+            run.step(number)
+        kept, wanted = run.loadable.state_dict(), run.whole()
+        copied = copy.deepcopy(kept)
+        run.step(taken)
+        before = run.everything()
+        said = error_of(lambda: run.loadable.load_state_dict(kept))
+        changed = different(before, run.everything())
+        run.loadable.load_state_dict(copied)
+        return said, changed, different(wanted, run.whole())
+
+
+@pytest.mark.notices(
+    "a result of `state_dict()` is kept while steps change the tensors that it has views of, and then loaded",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="raises on all ranks, nothing changed",
+)
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize(
+    ("host", "variant"),
+    [
+        param("ZeroAdamW", "eager"),
+        param("ZeroAdamW", "8-bit moments", slow=True),
+        param("FSDP2", "FusedAdamW", slow=True),
+        param("FSDP2", "AdamW"),
+        param("FSDP2", "8-bit moments"),
+    ],
+)
+def test_states_that_are_kept_during_a_step(ranks: Ranks, tmp_path: Path, host: str, variant: str, taken: int) -> None:
+    for said, changed, lost in ranks(2)(kept_during_a_step, host, variant, taken, str(tmp_path)):
+        assert f"the state is that of step {taken}, but its tensors are views" in said
+        assert (changed, lost) == ([], [])

@@ -108,11 +108,6 @@ def test_shards_of_other_buckets_are_refused():
     assert said.startswith("ValueError") and "sharded differently" in said
 
 
-@pytest.mark.notices(
-    "a result of `state_dict()` is kept while steps change the tensors that it has views of, and then loaded",
-    where="ZeroAdamW",
-    answer="raises on all ranks, nothing changed",
-)
 @on_ranks(0, 2)
 def test_a_state_that_was_kept_during_steps():
     trainer = Trainer(Run())

@@ -28,7 +28,7 @@ from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.step_tables import StepTables, places_of, steps_taken
-from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
+from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_not_kept, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
 from zerocast.optim.validate import hyperparameters_by_name
@@ -49,7 +49,7 @@ class MomentsOnDemand(defaultdict[Any, Any]):
 
     torch's `get_optimizer_state_dict` and torchtitan step an optimizer whose state is empty, to
     fill it, and then look up the moments that they save or load. This state is filled with zeros
-    when they ask whether it is empty.
+    when they ask whether it is empty. A caller who removes entries resets moments, as in torch.
     """
 
     # The optimizer's param_groups, a new list after a load.
@@ -69,11 +69,14 @@ class MomentsOnDemand(defaultdict[Any, Any]):
         """Make the moments of a parameter for its first step, or for torch's
         `set_optimizer_state_dict`, which reads their names.
         """
-        moments = self[parameter] = (
-            _zero_moments(parameter)
-            if self.eight_bit is None
-            else {"step": torch.zeros((), dtype=torch.float32), **self.eight_bit.codes(parameter)}
-        )
+        if self.eight_bit is None:
+            moments = _zero_moments(parameter)
+        else:
+            # A caller may have removed the entry. Codes mean nothing without their scales, which
+            # are not in the entry.
+            self.eight_bit.forget(parameter)
+            moments = {"step": torch.zeros((), dtype=torch.float32), **self.eight_bit.codes(parameter)}
+        self[parameter] = moments
         return moments
 
 
@@ -380,8 +383,8 @@ class FusedAdamW(torch.optim.Optimizer):
         state = dict(state_dict["state"])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
-            if index in state:
-                moments = self.moments(parameter)
+            moments = self.moments(parameter)
+            if moments:
                 state[index] = {**moments, "step": moments["step"].clone()}
             elif parameter.requires_grad:
                 state[index] = _zero_moments(parameter)
@@ -476,12 +479,18 @@ class FusedAdamW(torch.optim.Optimizer):
             if moments is not None:
                 check_moments(f"parameter {index}", moments, ADAM_STATE)
                 check_shapes(f"parameter {index}", moments, parameter)
+                own = self.state.get(parameter, {})
+                if "exp_avg" in own and moments["exp_avg"] is own["exp_avg"]:
+                    check_not_kept(moments, float(own["step"]))
 
     def _bind(self) -> None:
         """Find the masters and the managers of the parameters that have gradients now. Make the
         tables of a step again if any of their tensors was replaced, if different parameters have
         gradients, if a parameter is in another group, or if a step count was written.
         """
+        if not isinstance(self.state, MomentsOnDemand):
+            # A caller has replaced it to reset moments.
+            self.state = self._moments_on_demand(self.state)
         stepped = [
             (index, parameter, getattr(parameter, "_local_tensor", parameter))
             for index, group in enumerate(self.param_groups)
@@ -506,6 +515,9 @@ class FusedAdamW(torch.optim.Optimizer):
             self._tables = None
             for _, parameter, _ in stepped:
                 _check_gradient(parameter)
+                if not self.state[parameter]:
+                    # A caller has emptied the entry to reset moments.
+                    self.state.__missing__(parameter)
             self._tables = StepTables(stepped, self.state, cast_groups, self._eight_bit)
 
 

@@ -53,6 +53,10 @@ class ShardedMoments:
             self._moments[parameter] = Moments8bit([part], numel, self._cut_groups[_sharing(parameter)])
         return self._moments[parameter]
 
+    def forget(self, parameter: Tensor) -> None:
+        """Drop the moments of a parameter. The next `get` makes zeros."""
+        self._moments.pop(parameter, None)
+
     def cut_groups(self, parameter: Tensor) -> CutGroups | None:
         """Return the groups that a parameter shares with other ranks. None if it shares none."""
         return self._cut_groups[_sharing(parameter)] if self._parts[parameter].cut else None

@@ -45,6 +45,7 @@ from zerocast.optim.saved_state import (
     NEVER_STEPPED,
     STEP,
     check_moments,
+    check_not_kept,
     check_step,
     hyperparameters,
     loaded_hyperparameters,
@@ -246,6 +247,8 @@ class TrainingState:
             _check_fits(name, saved[name], parameter)
         for name, stepped in by_name.items():
             check_moments(name, moments[name], self._expected(stepped, by_name, moments))
+            if _share_memory(saved[name], stepped.parameter):
+                check_not_kept(moments[name], float(stepped.moments.get(STEP, 0.0)))
             for key, value in moments[name].items():
                 like = stepped.moments.get(key, stepped.parameter if key in MOMENTS else None)
                 if isinstance(like, Tensor) and NEVER_STEPPED not in moments[name] and key != STEP:
@@ -401,6 +404,12 @@ def _check_fits(name: str, value: Any, like: Tensor) -> None:
         )
     ):
         raise ValueError(f"{name} is sharded differently in the state: load it with torch.distributed.checkpoint")
+
+
+def _share_memory(value: Tensor, parameter: Tensor) -> bool:
+    """Return True if a value of a state and a parameter have the same memory on this rank."""
+    kept, own = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, parameter))
+    return own.numel() > 0 and kept.data_ptr() == own.data_ptr()
 
 
 def _cut_like(value: Tensor, parameter: Tensor) -> Tensor:

@@ -110,6 +110,25 @@ def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[st
             _check_values(name, key, value, is_code=f"{key}_scale" in moments)
 
 
+def check_not_kept(moments: Mapping[str, Any], count: float) -> None:
+    """Raise ValueError, on this rank only, for saved moments that belong to a state with views of
+    the current masters or moments, if that state was kept during steps. Its step counts are copies,
+    and only they are old. `count` is the step count now.
+
+    A reader that fills such a state in place writes the step counts too.
+    """
+    # A mark takes the place of a step count of 0.
+    clock = moments.get(STEP, moments.get(NEVER_STEPPED))
+    if not isinstance(clock, Tensor) or clock.is_inference() or clock._version > 0:
+        return
+    saved_count = 0.0 if NEVER_STEPPED in moments else float(clock)
+    if saved_count != count:
+        raise ValueError(
+            f"the state is that of step {int(saved_count)}, but its tensors are views of the current masters and moments, of step "
+            f"{int(count)}, so nothing would be restored: keep a state with Checkpoints, or a copy.deepcopy of it"
+        )
+
+
 def check_shapes(name: str, moments: Mapping[str, Any], parameter: Tensor) -> None:
     """Raise ValueError for saved moments whose shape differs from the parameter's."""
     for key, value in moments.items():

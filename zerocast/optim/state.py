@@ -37,6 +37,7 @@ from zerocast.optim.saved_state import (
     NEVER_STEPPED,
     STEP,
     check_moments,
+    check_not_kept,
     check_step,
     hyperparameters,
     loaded_hyperparameters,
@@ -255,24 +256,16 @@ class ZeroState:
                 self._check_tensor(name, moments[name][field], getattr(self._masters, field).dtype if scales else None)
             for field in scales:
                 self._check_scales(name, moments[name][field])
-            self._check_own_step(name, saved[name], moments[name].get(STEP))
+            self._check_own_step(name, saved[name], moments[name])
         self.check_numbers(state)
 
-    def _check_own_step(self, name: str, master: Tensor, step: Tensor | None) -> None:
-        """Raise ValueError for a result of `state_dict` that was kept during a step: its tensors
-        are views of the current masters and moments, and only its step counts are old. A reader
-        that fills the state in place writes step counts, too.
-        """
+    def _check_own_step(self, name: str, master: Tensor, moments: Mapping[str, Any]) -> None:
+        """Raise ValueError for a result of `state_dict` that was kept during a step."""
         bucket, slot = self._slots[name]
-        if step is None or step._version > 0 or step == self._step_of(slot):
-            return
         span, owned = self._masters.owned(bucket, slot)
         kept = master.flat if isinstance(master, TensorShard) else master
         if span.numel and kept.data_ptr() == owned["master"].data_ptr():
-            raise ValueError(
-                f"the state is that of step {int(step)}, but its tensors are views of the current masters and moments, of step "
-                f"{int(self._step_of(slot))}, so nothing would be restored: keep a state with Checkpoints, or a copy.deepcopy of it"
-            )
+            check_not_kept(moments, float(self._step_of(slot)))
 
     def _steps(self, state: Mapping[str, Any]) -> dict[int, dict[str, float]]:
         """Return the step counts of the parameters that AdamW updates, by parameter group and
