@@ -77,18 +77,22 @@ def test_no_sync(passes, stage, run):
 
 @on_ranks(2)
 def test_ranks_accumulate_different_numbers_of_passes():
-    """Ranks may accumulate different numbers of micro-batches. Each pass adds 1 to the gradient of its rank."""
+    """Ranks may accumulate different numbers of micro-batches, and none at all. Each pass adds 1 to the gradient of
+    its rank.
+    """
     weight = torch.nn.Parameter(torch.zeros(64))
     optimizer = ZeroAdamW([("weight", weight)])
-    for _ in range(2):
-        for _ in range(1 + dist.get_rank()):
+    for fewest in (1, 0):
+        with optimizer.no_sync():
+            pass
+        for _ in range(fewest + dist.get_rank()):
             with optimizer.no_sync():
                 weight.sum().backward()
         weight.sum().backward()
         norm = optimizer.clip_grad_norm_(100.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert norm == 8 * (2 + 3) / 2
+        assert norm == 8 * (fewest + 1 + fewest + 2) / 2
 
 
 @on_ranks(0, 2)

@@ -16,7 +16,8 @@ A rank that has no gradient at all in a pass begins no round, so its next round 
 other ranks have begun in that pass. When `no_sync` first begins in a step, ranks start an exchange
 of the number of rounds that they have run. They do so once per step, since they may enter `no_sync`
 a different number of times. `_reduce` reads the largest number and runs the rounds that this rank
-lacks. Until then neither the CPU nor the GPU waits for the exchange.
+lacks. Until then neither the CPU nor the GPU waits for the exchange. A rank that does not enter
+`no_sync` in such a step would have to know that others did, so every rank enters it.
 
 The callback at the end of a backward pass does not run if the pass raises. The next pass detects
 this, and raises until `zero_grad` of the optimizer is called.
@@ -69,7 +70,7 @@ RETURNED = (
 )
 
 ROUND = "reduces the gradients of a backward pass"
-ROUNDS_BEGUN = "the number of times that gradients were reduced before no_sync"
+ROUNDS_BEGUN = "the number of reductions before no_sync (every rank enters it in a step in which any rank does)"
 
 
 class _EndOfPass:
