@@ -15,7 +15,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.optim.captured_runs import Repeated
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -131,3 +131,42 @@ def check(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool, timeout:
 def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool) -> None:
     """All replicas raise, also if headers are read late, as on a GPU."""
     check(ranks, event, shape, late)
+
+
+# What the last rank does differently, as changes of its recipe or as options of `prepare`.
+DIFFERENTLY: dict[str, Callable[[Net, dict[str, Any]], object]] = {
+    "other weights": lambda net, options: net.recipe.pop(
+        "blocks.0.*.weight" if dist.get_rank() else "blocks.1.*.weight"
+    ),
+    "fewer weights": lambda net, options: dist.get_rank() and net.recipe.popitem(),
+    "another format": lambda net, options: dist.get_rank() and net.recipe.update({"blocks.1.*.weight": "fp8_current"}),
+    "a frozen weight": lambda net, options: net.blocks[0][1].weight.requires_grad_(dist.get_rank() == 0),
+    "verify_every": lambda net, options: dist.get_rank() and options.update(verify_every=1),
+}
+
+
+@pytest.mark.notices(
+    "ranks, also those of other replicas, prepare different weights, other formats, or freeze other weights",
+    where="FSDP2",
+    answer="raises on all ranks before anything is gathered, names both",
+)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@on_ranks(2)
+def test_ranks_prepare_different_weights(shape: tuple[int, int]) -> None:
+    mesh = models.mesh(shape, ("replicate", "shard"))
+    for differently in DIFFERENTLY.values():
+        net, options = Net(FORMATS, WIDTH, 96), dict[str, Any]()
+        differently(net, options)
+        model = models.sharded(net, mesh=mesh, prepared=options)
+        said = error_of(lambda model=model: models.forward(model, 0))
+        assert said.startswith("ValueError: ")
+        assert "rank 1" in said
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@on_ranks(2)
+def test_one_rank_prepares_nothing(shape: tuple[int, int]) -> None:
+    """A FusedAdamW tells it, since ranks compare what it steps."""
+    mesh = models.mesh(shape, ("replicate", "shard"))
+    model = models.sharded(Net(FORMATS, WIDTH, 96), mesh=mesh, prepare=dist.get_rank() == 0)
+    assert "gathered as nvfp4" in error_of(lambda: FusedAdamW(model.parameters()))

@@ -26,6 +26,7 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.adam_passes import AdamPass
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
+from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.step_tables import StepTables, places_of, steps_taken
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_not_kept, check_shapes, problem_of
@@ -208,7 +209,7 @@ class FusedAdamW(torch.optim.Optimizer):
             # Without moments in 8 bits no bit depends on a name.
             names = range(len(group["params"])) if self._eight_bit is None else group["param_names"]
             lines += [
-                f"{name}: {tuple(parameter.shape)} {parameter.placements} in group {index}"
+                f"{name}: {tuple(parameter.shape)} {parameter.placements}{_gathered_as(parameter)} in group {index}"
                 for name, parameter in zip(names, group["params"], strict=True)
                 if isinstance(parameter, DTensor) and parameter.device_mesh == mesh
             ]
@@ -632,6 +633,12 @@ def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
     """Return the FP32 moments of a parameter before its first step."""
     exp_avg, exp_avg_sq = (torch.zeros_like(parameter.detach()) for _ in range(2))
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def _gathered_as(parameter: DTensor) -> str:
+    """Return the format that a prepared parameter is gathered in, for a text that ranks compare."""
+    local = parameter._local_tensor
+    return f" gathered as {local.format}" if isinstance(local, MasterParameter) else ""
 
 
 def _reduction_mesh(tensors: Iterable[Any]) -> DeviceMesh | None:

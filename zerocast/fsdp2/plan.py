@@ -45,6 +45,7 @@ class ShardPlan(Plan):
         keep_codes: True if codes are kept from one cast to the next; None decides by their size.
 
     Attributes:
+        verify_every: as in `prepare`, which sets it, for ranks to compare. Fixed.
         names: the first name of each prepared weight, keyed by all of its names. Fixed after
             `prepare`.
         generation: the number of casts so far. The same on all ranks, or gathers raise.
@@ -70,6 +71,7 @@ class ShardPlan(Plan):
         self._model = weakref.ref(model)
         self.weight_mesh = weight_mesh
         self.keep_codes = keep_codes
+        self.verify_every: int | None = None
         # The prepared weights, keyed by name.
         self._weights: dict[str, weakref.ref[FSDPWeight]] = {}
         self.names: dict[str, str] = {}
@@ -77,6 +79,8 @@ class ShardPlan(Plan):
         self.status = GatherStatus(self.validity)
         self.param_groups = ParamGroups()
         self.reductions: list[tuple[ReductionGroup, list[ParamGroup]]] = []
+        # The value of `reductions` from the first `bind` on. Empty until ranks agree.
+        self._agreed: list[tuple[ReductionGroup, list[ParamGroup]]] = []
         self._caller = Caller("zerocast.fsdp2", "cast")
         self.addresses = MasterAddresses({})
         self.cast_groups: list[CastGroup] = []
@@ -296,8 +300,8 @@ class ShardPlan(Plan):
         Raises RuntimeError or TypeError, on this rank only, for masters that cannot be cast.
         """
         if not self.reductions:
-            self._adopt()
-            self.reductions = list(self._find_reductions())
+            self._agree()
+            self.reductions = self._agreed
             # Each weight watches its own masters.
             self.validity.watch([], sharded=self.has_peers)
         if self._must_bind or self.has_moved():
@@ -307,6 +311,14 @@ class ShardPlan(Plan):
             self._must_bind = False
         self._is_rewrapped = False
         self.may_have_moved = False
+
+    def _agree(self) -> None:
+        """Let all ranks agree on the weights, once FSDP2 has sharded the model. The first call is
+        collective and raises on all ranks, later calls do nothing.
+        """
+        if not self._agreed:
+            self._adopt()
+            self._agreed = list(self._find_reductions())
 
     def _locate_masters(self) -> None:
         # The buffers of all weights will be new and empty. The next gather reports this, unless a
@@ -378,11 +390,13 @@ class ShardPlan(Plan):
                     weight.mark_written()
 
     def check_sharded(self) -> None:
-        """Raise RuntimeError unless FSDP2 manages all prepared weights. Called from the first
-        forward pass on. Does nothing while any parameter is on the meta device.
+        """Raise RuntimeError unless FSDP2 manages all prepared weights, and all ranks have prepared
+        the same. Called from the first forward pass on: ranks with other weights reach their first
+        cast in different gathers, and would wait for each other there. Does nothing while any
+        parameter is on the meta device.
         """
-        if not self.reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
-            self._adopt()
+        if not self._agreed and not any(parameter.is_meta for parameter in self.model.parameters()):
+            self._agree()
 
     def _adopt(self) -> None:
         """Find the prepared weights in the groups of FSDP2, once it has sharded the model. Raises
@@ -424,7 +438,10 @@ class ShardPlan(Plan):
             mesh_group = Group.of(mesh).called_by(self._caller)
             problems = (weight.problem(self.weight_mesh) for weight in weights)
             problem = next((problem for problem in problems if problem), None)
-            validate_across_ranks(mesh_group, [weight.fingerprint for weight in weights], problem)
+            # Replicas too: they reduce no amaxes together, and would compute with other weights.
+            fingerprints = [weight.fingerprint for weight in weights]
+            settings = {"verify_every": self.verify_every}
+            validate_across_ranks([replicas, mesh_group], fingerprints, problem, "prepares a model", settings)
             # Tensor parallelism slices weights, and FSDP2 shards each slice over some of the ranks
             # of the mesh. The first of these ranks identifies the slice.
             mesh_ranks = dist.get_process_group_ranks(mesh.get_group())

@@ -192,6 +192,7 @@ def prepare(
     _within.clear()
     model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.exchange_status))
     model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.end_pass))
+    manager.plan.verify_every = verify_every
     if verify_every is not None:
         model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.verify_every, verify_every))
     return model

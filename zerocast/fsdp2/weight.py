@@ -255,7 +255,8 @@ class FSDPWeight:
         shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
         gradients = " with FP8 weight gradients" if self.fp8_weight_gradients else ""
         along = f" sharded along dimension {self.shard_dim}" if self.shard_dim else ""
-        return f"{self.name} {self.format} {self.shape} {self.nominal}{along}{shared}{gradients}"
+        frozen = "" if self.param().sharded_param.requires_grad else " frozen"
+        return f"{self.name} {self.format} {self.shape} {self.nominal}{along}{shared}{gradients}{frozen}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
         """Return why this weight cannot be cast, or None if it can."""
