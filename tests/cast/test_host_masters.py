@@ -34,7 +34,7 @@ class Apart:
 
     def watching(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
         def call(stage: str, backend: str, fmt: str | None = None) -> Callable[..., None]:
-            run = implementation(stage, backend, fmt)
+            run = implementation(stage, backend) if fmt is None else implementation(stage, backend, fmt)
 
             def watched(*arguments: Any) -> None:
                 for argument in arguments:
@@ -74,6 +74,7 @@ def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
     with (
         mock.patch.object(partition, "is_on_cpu", **sides),
         mock.patch.object(cpu_masters, "PIECE", piece),
+        mock.patch.object(ops, "implementation", found.watching(ops.implementation)),
         mock.patch.object(ops, "_implementation", found.watching(ops._implementation)),
     ):
         yield found

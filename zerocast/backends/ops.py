@@ -290,7 +290,7 @@ class Stage:
         if "table" not in fixed:
             return None
         backend, fmt = head
-        stage = _implementation(self._name, backend)
+        stage = implementation(self._name, backend)
         if not isinstance(stage, CompiledStage):
             return None
         places = {1 + self.arguments.index(name): value for name, value in fixed.items()}
