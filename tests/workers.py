@@ -307,7 +307,7 @@ def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> N
 
 
 def seed_random_numbers() -> None:
-    """Seed them anew. Without a GPU `torch.manual_seed` keeps the seed for each kind of device that may come, with the text of the
+    """Seed them. Without a GPU `torch.manual_seed` keeps the seed for each kind of device that may come, with the text of the
     whole stack, which takes longer than many a test.
     """
     import torch

@@ -40,7 +40,7 @@ def with_8bit_moments(model: nn.Module, **options: Any) -> FusedAdamW:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    # By one operator: the many of the other kind, which test_optimizers.py takes, have their shardings found anew at each step.
+    # By one operator: the many of the other kind, which test_optimizers.py takes, have their shardings found at each step.
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
     "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
     "8-bit moments": lambda model: with_8bit_moments(model, lr=1e-2),

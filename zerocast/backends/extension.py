@@ -119,7 +119,7 @@ class CompiledStage:
     skip_place: int | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Run the stage once."""
+        """Run the stage once, by all arguments of its table entry."""
         skip = None if self.skip_place is None else arguments[self.skip_place]
         if skip is not None and bool(skip):
             return

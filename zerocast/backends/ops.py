@@ -227,6 +227,10 @@ _CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
+# The types of arguments that a compiled backend is called with directly.
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, list, bool, type(None)}
+
+
 class Stage:
     """A stage as a function: the backend and the format by position, all other arguments of its
     table entry by keyword.
@@ -252,7 +256,8 @@ class Stage:
         keyword.
 
         A compiled backend is called without torch's dispatcher, which converts each tensor of a
-        list twice, unless something observes the calls of ops.
+        list twice. The op is called while something observes ops, and for tensors of a subclass,
+        which the dispatcher unwraps.
         """
         op = self.op
         names = self.arguments
@@ -274,7 +279,13 @@ class Stage:
                 op(*values)
                 return
             bound = bound or self._bound(head, fixed)
-            if bound is None:
+            types = {*map(type, arguments.values())}
+            if list in types:
+                for value in arguments.values():
+                    if type(value) is list:
+                        types.update(map(type, value))
+            # A tensor of a subclass may have no memory, as one whose collective is in flight.
+            if bound is None or not types <= _PLAIN_TYPES:
                 op(*values)
                 return
             if self._name in _CHECKS:
