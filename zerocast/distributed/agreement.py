@@ -84,9 +84,12 @@ def validate_across_ranks(
 def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> list[int]:
     """Return the element-wise maximum of the ranks' integers. `what` names them in errors."""
     mesh = [ranks] if isinstance(ranks, Group) else ranks
-    tensor = torch.tensor(values, dtype=torch.int64, device=mesh[0].device if mesh else None)
+    # A group of one process sends nothing: its device is the CPU, which NCCL of another dimension
+    # does not serve.
+    sending = [group for group in mesh if group.size > 1]
+    tensor = torch.tensor(values, dtype=torch.int64, device=sending[0].device if sending else None)
     # The maximum along each dimension in turn is the maximum over the full mesh.
-    for group in mesh:
+    for group in sending:
         group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
     return largest
