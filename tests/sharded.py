@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import casts
-from tests.matrices import matrix
+from tests.casts import matrix
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Span, byte_range, matrix_shape, stored_matrices

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests import devices, stages, strategies
 from tests.backends.test_adam_update import scalars
-from tests.matrices import bit_patterns
+from tests.casts import bit_patterns
 from zerocast import get_format
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference import moments

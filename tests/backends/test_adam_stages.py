@@ -16,7 +16,7 @@ from torch import Tensor
 from tests import casts, devices, strategies
 from tests.backends.test_adam_update import scalars
 from tests.sharded import Weight
-from tests.tables import Bench
+from tests.stages import Bench
 from zerocast import get_format
 from zerocast.backends import reference
 from zerocast.backends.descriptor import Column, Piece

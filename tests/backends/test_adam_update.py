@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices, stages
-from tests.matrices import F32, bit_patterns
+from tests.casts import F32, bit_patterns
 from zerocast import get_format
 
 FORMAT = get_format("fp8_current")

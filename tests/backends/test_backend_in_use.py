@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests import casts
-from tests.dispatched import Dispatched
 from tests.fsdp2 import models
+from tests.observed import Dispatched
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, backends
 from zerocast.backends.descriptor import Column

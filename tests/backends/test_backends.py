@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts, devices, strategies
-from tests.matrices import bit_patterns
+from tests.casts import bit_patterns
 from tests.sharded import POISON, Sharded, Weight, expected
-from tests.stages import row, table
-from tests.tables import STAGES, Bench
+from tests.stages import STAGES, Bench, row, table
 from zerocast import CastPlan, get_format
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import layout

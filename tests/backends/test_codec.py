@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests import devices, stages
 from tests.backends import test_adam_8bit, test_adam_update
+from tests.casts import F32, bit_patterns, matrix
 from tests.formats import model
-from tests.matrices import F32, bit_patterns, matrix
 from tests.strategies import is_interpreted
 from zerocast import get_format
 from zerocast.backends import extension

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import casts, devices, strategies
+from tests.casts import lcg_matrix
 from tests.formats import model, own_goldens
 from tests.formats.test_model import format_text
-from tests.matrices import lcg_matrix
 from zerocast import get_format
 from zerocast.formats import Columnwise, layout
 from zerocast.formats.layout import matrix_shape

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices
+from tests.casts import F32, bit_patterns
 from tests.formats import model
-from tests.matrices import F32, bit_patterns
 from zerocast.backends import ops
 from zerocast.formats.layout import GradientMessage
 

@@ -10,8 +10,8 @@ import torch
 
 from tests import casts
 from tests.backends.test_memory import recorded
-from tests.dispatched import Dispatched
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
+from tests.observed import Dispatched
 from zerocast import backends, get_format
 from zerocast.backends import extension, ops
 from zerocast.formats import Columnwise

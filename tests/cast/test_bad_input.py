@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
 from tests.observed import same_on_all
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, get_format, post_all_gather_processing, quantize_master_weights

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import casts, sharded
-from tests.dispatched import Dispatched
+from tests.observed import Dispatched
 from tests.sharded import Cut, Outcome, Sharded, Weight
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights

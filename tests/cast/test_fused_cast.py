@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests import casts, stages
 from tests.backends.test_adam_update import scalars
-from tests.dispatched import Dispatched
-from tests.host_traffic import HostTraffic
+from tests.observed import Dispatched, HostTraffic
 from tests.selection import examples_on
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts, sharded
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
 from tests.sharded import Outcome, Weight
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify

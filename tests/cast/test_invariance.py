@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts, sharded
-from tests.matrices import CONTENTS
+from tests.casts import CONTENTS
 from tests.selection import examples_on, worlds
 from tests.sharded import Weight
 from tests.strategies import models

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests import casts
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
 from zerocast.cast import partition
 from zerocast.cast.columnwise import ColumnwiseCopies

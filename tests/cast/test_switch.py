@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zerocast
 from tests import casts
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
 from tests.workers import error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, verify
 from zerocast.distributed.group import ONE_PROCESS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dispatched import Dispatched
+from tests.observed import Dispatched
 from zerocast import backends, formats
 from zerocast.backends import ops
 from zerocast.cli import main, self_test

@@ -20,11 +20,10 @@ from torch import nn
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.optim.memory import settled_bytes
+from tests.observed import Traffic, settled_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.selection import some, worlds
-from tests.traffic import Traffic
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.matrices import lcg_matrix
+from tests.casts import lcg_matrix
 from zerocast import QuantizedWeight, ZeroAdamW
 from zerocast.formats.layout import Span
 from zerocast.metrics import owned_part

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.casts import F32, matrix
 from tests.formats import model
-from tests.matrices import F32, matrix
 
 PATH = Path(__file__).with_name("own_goldens.json")
 CONTENTS = ("lcg", "wide", "nan", "inf", "minus_inf", "zero_blocks", "subnormal", "finite_bits")

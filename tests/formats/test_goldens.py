@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import casts, stages
-from tests.matrices import TINY, lcg_matrix
+from tests.casts import TINY, lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.backends.reference.scales import stored_scales
 from zerocast.distributed.group import ONE_PROCESS

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts
+from tests.casts import CONTENTS, TINY, lcg_matrix, matrix
 from tests.formats import model, own_goldens
 from tests.formats.test_goldens import GOLDENS
-from tests.matrices import CONTENTS, TINY, lcg_matrix, matrix
 from zerocast.backends.reference.stages import rolled
 from zerocast.formats import get_format
 

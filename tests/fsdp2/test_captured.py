@@ -18,7 +18,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, EACH, Net, digests
 from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, put_gradients
-from tests.optim.memory import NewStorages
+from tests.observed import NewStorages
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW

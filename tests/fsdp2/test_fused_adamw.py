@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests import casts
-from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import EACH, Net, digests
+from tests.observed import Dispatched
 from tests.optim.runs import ADAM
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.checkpoint import checkpoint

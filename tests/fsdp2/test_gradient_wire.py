@@ -22,7 +22,7 @@ import zerocast
 from tests.formats import model as formats
 from tests.fsdp2 import models
 from tests.fsdp2.models import place
-from tests.traffic import Traffic
+from tests.observed import Traffic
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import backends
 from zerocast.fsdp2 import reduction, set_grad_wire

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests import growth
+from tests import observed
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FEW, Net, slow
-from tests.optim.memory import live_bytes
+from tests.observed import live_bytes
 from tests.workers import on_ranks
 from zerocast import verify
 from zerocast.fsdp2 import TrainingState
@@ -118,10 +118,10 @@ def test_steps(optimizer: str) -> None:
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96))
     made = models.OPTIMIZERS[optimizer](model)
     models.train(model, made, range(WARM), 64)
-    before, memory = growth.held(), growth.resident()
+    before, memory = observed.process_counts(), observed.resident_bytes()
     models.train(model, made, range(WARM, WARM + STEPS), 64)
-    assert growth.grown(before, growth.held()) == {}
-    assert (growth.resident() - memory) / STEPS < MOST_BYTES
+    assert observed.grown(before, observed.process_counts()) == {}
+    assert (observed.resident_bytes() - memory) / STEPS < MOST_BYTES
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:
@@ -150,9 +150,10 @@ def test_a_model_that_is_dropped_is_freed(optimizer: str) -> None:
         counts = []
         for _ in range(3):
             weights = trained_and_dropped(optimizer, assigns, reshard_after_forward=reshards)
-            counts.append(growth.held())  # after one collection: the memory of the next model waits for no second one
+            # After one collection: the memory of the next model waits for no second one.
+            counts.append(observed.process_counts())
             assert len(weights) > len(FEW)
             assert [weight().name for weight in weights if weight()] == []
-        grown = [growth.grown(*pair) for pair in itertools.pairwise(counts)]
+        grown = [observed.grown(*pair) for pair in itertools.pairwise(counts)]
         found.append(sorted(grown[0].keys() & grown[1].keys()))
     assert found == [[]] * 3

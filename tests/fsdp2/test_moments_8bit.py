@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import EACH, FEW, Net, digests
 from tests.fsdp2.test_fused_adamw import put_gradients
+from tests.observed import Dispatched
 from tests.optim.runs import ADAM
 from tests.workers import error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState

@@ -15,8 +15,7 @@ from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
-from tests.observed import logged
-from tests.traffic import Traffic
+from tests.observed import Traffic, logged
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2.master_memory import MasterAddresses
 

@@ -19,7 +19,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.fsdp2.test_freshness import write_data
-from tests.host_traffic import HostTraffic
+from tests.observed import HostTraffic
 from tests.workers import error_of, on_ranks
 from zerocast import optim
 from zerocast.distributed.late_copy import LateCopy

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, EACH, FORMATS, SMALL, Net
+from tests.observed import Traffic
 from tests.selection import worlds
-from tests.traffic import Traffic
 from tests.workers import Ranks, on_ranks
 
 PER_ELEMENT = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests import casts, devices
+from tests.casts import CONTENTS, matrix
 from tests.formats import model
-from tests.matrices import CONTENTS, matrix
 from tests.scaled_mm import places
 from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import reference

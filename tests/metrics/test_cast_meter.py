@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import zerocast
 from tests import casts
-from tests.matrices import matrix
+from tests.casts import matrix
 from tests.metrics import numpy_counts
 from tests.optim.runs import Run, Trainer
 from tests.workers import Ranks

@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerocast
 from tests import casts
-from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.metrics import numpy_counts
 from tests.metrics.test_cast_meter import agrees
+from tests.observed import Dispatched
 from tests.workers import on_ranks
 from zerocast.metrics import Meter, Sample
 

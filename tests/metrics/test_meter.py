@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.observed import Traffic
 from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
-from tests.traffic import Traffic
 from tests.workers import Ranks, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.backends.ops import STAGES

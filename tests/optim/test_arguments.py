@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocast
 from tests import casts
-from tests.dispatched import Dispatched
-from tests.observed import logged
+from tests.observed import Dispatched, logged
 from tests.optim.probe import MIXED, Probe
 from tests.optim.runs import KINDS, Run, Trainer, build, refused, weight_bytes
 from tests.workers import error_of, on_ranks

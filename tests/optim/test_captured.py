@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
 from tests.distributed.test_same_call import copied
-from tests.host_traffic import HostTraffic
+from tests.observed import HostTraffic
 from tests.optim.captured_runs import Case, Repeated, Trainee, compare
 from tests.optim.probe import BF16
 from tests.optim.runs import DETERMINISTIC

@@ -15,13 +15,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import zerocast
-from tests.dispatched import Dispatched
 from tests.fsdp2.models import slow
 from tests.fsdp2.test_host_work import calls_of_zerocast
-from tests.observed import same_on_all
+from tests.observed import Dispatched, Traffic, same_on_all
 from tests.optim.probe import FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
-from tests.traffic import Traffic
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.group import Flight, Group

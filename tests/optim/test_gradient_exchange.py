@@ -19,12 +19,11 @@ from torch import Tensor, nn
 import zerocast
 from tests.distributed.simulated import Simulated, simulate
 from tests.hosts.stopping import FAULTS, Place, check
-from tests.optim.memory import live_bytes, settled_bytes
+from tests.observed import Traffic, live_bytes, settled_bytes
 from tests.optim.probe import BF16, FP32
 from tests.optim.runs import Trainer
 from tests.optim.test_muon import RUN
 from tests.selection import worlds
-from tests.traffic import Traffic
 from tests.workers import on_ranks
 from zerocast import ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import Layout, flat_numel, lay_out

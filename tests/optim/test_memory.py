@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import zerocast
-from tests import growth
-from tests.optim.memory import NewStorages, allocations, live_bytes
+from tests import observed
+from tests.observed import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, OVERLAP, Run, Trainer, weight_bytes
 from tests.workers import on_ranks
@@ -175,14 +175,14 @@ def test_optimizers_that_are_dropped(life: str, count: int) -> None:
     optimizers = Optimizers(life)
     for _ in range(WARM):
         optimizers.build()
-    before, memory = growth.held(), growth.resident()
+    before, memory = observed.process_counts(), observed.resident_bytes()
     for _ in range(count):
         optimizers.build()
-    after = growth.held()
+    after = observed.process_counts()
     for _ in range(3):  # what another thread was just letting go of is gone then, what is left behind is not
         optimizers.build()
-        after &= growth.held()
-    used = (growth.resident() - memory) / (count + 3)
-    assert growth.grown(before, after) == {}
+        after &= observed.process_counts()
+    used = (observed.resident_bytes() - memory) / (count + 3)
+    assert observed.grown(before, after) == {}
     assert used < MOST_BYTES or count < 200
     assert all(len(parameter._post_accumulate_grad_hooks or ()) <= 1 for parameter in optimizers.model.parameters())

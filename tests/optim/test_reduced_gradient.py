@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides, resolve_name
 
 import zerocast
-from tests.optim.memory import NewStorages
+from tests.observed import NewStorages
 from tests.optim.probe import BF16, FP32, MIXED
 from tests.optim.runs import DETERMINISTIC, Run, Trainer, rank
 from tests.workers import on_ranks

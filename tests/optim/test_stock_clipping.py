@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from tests.fsdp2.models import slow
+from tests.observed import Traffic
 from tests.optim import test_muon
 from tests.optim.probe import FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, rank, world
 from tests.selection import some, worlds
-from tests.traffic import Traffic
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 

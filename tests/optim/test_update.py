@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import casts
-from tests.dispatched import Dispatched
+from tests.observed import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import (
     ADAM,

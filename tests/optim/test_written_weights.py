@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import zerocast
-from tests.observed import debug_mode, same_on_all
-from tests.optim.memory import allocations
+from tests.observed import allocations, debug_mode, same_on_all
 from tests.optim.probe import BF16, FP16, MIXED, Probe, Spec
 from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer, build
 from tests.optim.slow_gathers import slow_gathers

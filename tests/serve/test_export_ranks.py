@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.observed import same_on_all
-from tests.optim.memory import allocations, live_bytes
+from tests.observed import allocations, live_bytes, same_on_all
 from tests.serve.test_export import read
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW

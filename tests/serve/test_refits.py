@@ -16,11 +16,10 @@ import zerocast
 from examples.rollout.transport import receive, send
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
-from tests.observed import same_on_all
+from tests.observed import Traffic, same_on_all
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
-from tests.traffic import Traffic
 from tests.workers import on_ranks
 from zerocast import gemm
 from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized

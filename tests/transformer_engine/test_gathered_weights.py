@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests import casts, growth
+from tests import casts, observed
 from tests.fsdp2 import models
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, modules_on_cpu, needs_te
@@ -252,11 +252,11 @@ def test_inputs_that_live_as_long_as_the_model() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(12):
         if step == 2:
-            before = growth.held()
+            before = observed.process_counts()
         net.train_once(step, models.batch(step, WIDTH).bfloat16())
         optimizer.step()
         optimizer.zero_grad()
-    assert not growth.grown(before, growth.held())
+    assert not observed.grown(before, observed.process_counts())
     assert net.seen and not net.transposed()
 
 

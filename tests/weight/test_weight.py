@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.casts import lcg_matrix
 from tests.formats import model
-from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight, get_format
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight.weight import _HANDLERS
