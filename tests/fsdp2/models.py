@@ -128,7 +128,8 @@ def place() -> str:
 @functools.cache
 def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a mesh of all ranks, made once a process, by default with one dimension."""
-    return init_device_mesh(place(), shape or (dist.get_world_size(),), mesh_dim_names=names)
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(kind, shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def sharded(

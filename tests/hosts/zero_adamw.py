@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import casts
+from tests.fsdp2 import models
 from tests.hosts.stopping import CUT_GROUPS, Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
@@ -84,10 +84,9 @@ class Zero(HostUnderTest):
     )
 
     def __init__(self, folder: str, variant: str) -> None:
-        device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
         self.folder, self._trainer = (
             Path(folder),
-            Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=device)),
+            Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=models.place())),
         )
         self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
         self.loadable = self._optimizer

@@ -101,8 +101,8 @@ class GatherStatus:
         headers no gather has sent. Collective over `group`, on devices of type `device`.
         """
         here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
-        if device == "cuda":
-            here = here.pin_memory().to("cuda", non_blocking=True)
+        if device != "cpu":
+            here = here.pin_memory().to(device, non_blocking=True)
         headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
         group.all_gather_into(headers.view(-1), here.view(-1), what="writes to weights that are gathered")
         return self.compare_headers(tuple(names), statuses, headers.transpose(0, 1).flatten(0, 1))
