@@ -92,7 +92,7 @@ wheel-kernels: $(VENV)/.dev
 
 # The table of hosts in docs/tested.md, from the recorded runs of their tests (tests/README.md).
 hosts-table: $(VENV)/.dev
-	$(BIN)/python -m tests.hosts.table
+	$(BIN)/python -m tests.hosts.record
 
 # The table of docs/notices.md, from the marks of the tests (tests/notices.py).
 notices: $(VENV)/.dev

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
-from tests.apex.checkpoints import different, held
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu, needs_apex
-from tests.apex.training import MIXED, SMALL, Case, Run
+from tests.apex.training import MIXED, SMALL, Case, Run, different, held
 from tests.hosts.stopping import limit_collectives, wait_for_all_ranks
 from tests.observed import debug_mode
 from tests.workers import Ranks, error_of

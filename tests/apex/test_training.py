@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.apex import checkpoints, training
+from tests.apex import training
 from tests.apex.host_on_cpu import needs_apex
 from tests.apex.training import EVERY_FORMAT, Case
 from tests.workers import Ranks
@@ -66,4 +66,4 @@ def test_one_all_reduce_for_all_weights(host_ranks: Ranks, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_state_without_delayed_scaling(host_ranks: Ranks, world: int) -> None:
-    assert host_ranks(world)(checkpoints.without_delayed) == [[]] * world
+    assert host_ranks(world)(training.without_delayed) == [[]] * world

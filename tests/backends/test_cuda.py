@@ -11,8 +11,7 @@ from torch import nn
 import zerocast
 from tests import stages
 from tests.devices import gpu_params
-from tests.optim.captured_runs import Case, compare
-from tests.optim.runs import DETERMINISTIC
+from tests.optim.runs import DETERMINISTIC, CapturedCase, compare_with_captured
 from zerocast import backends
 from zerocast.backends import reference
 from zerocast.backends.reference.codec import pack, unpack
@@ -115,7 +114,7 @@ def test_a_captured_step_gives_the_bits_of_ordinary_ones(on_gpu: str, moment_dty
     if on_gpu == "reference":
         pytest.skip("the reference asks the host")
     config = dataclasses.replace(DETERMINISTIC, backend=on_gpu, moment_dtype=moment_dtype)
-    assert compare(Case(config=config, device="cuda")) == 1
+    assert compare_with_captured(CapturedCase(config=config, device="cuda")) == 1
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "identity"])

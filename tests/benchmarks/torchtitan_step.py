@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import zerocast
-from tests.torchtitan.missing_packages import without_datasets
+from tests.torchtitan.torchrun import without_datasets
 
 SKIPPED, LOG_EVERY = 2, 5  # logs, steps
 CONVERTERS = {

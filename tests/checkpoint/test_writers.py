@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.optim.checkpoint_folders import names
+from tests.checkpoint.files import names_in
 from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import writer
 from zerocast.checkpoint.whole_folder import MARKER, WholeFolder
@@ -142,8 +142,8 @@ def test_folders_of_others_stay(tmp_path: Path, theirs: str, save: str) -> None:
     _folder(THEIRS[theirs](at))
     SAVES[save](at)
     assert (THEIRS[theirs](at) / "thesis.txt").read_text() == "mine"
-    assert names(tmp_path) == sorted([at.name, THEIRS[theirs](at).name])
-    assert MARKER not in names(at)
+    assert names_in(tmp_path) == sorted([at.name, THEIRS[theirs](at).name])
+    assert MARKER not in names_in(at)
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -151,8 +151,8 @@ def test_what_others_have_put_at_the_path_stays(tmp_path: Path, save: str) -> No
     _folder(tmp_path / "step_00000007")
     with pytest.raises((RuntimeError, ValueError), match=r"already exists|is not empty"):
         SAVES[save](tmp_path / "step_00000007")
-    assert names(tmp_path) == ["step_00000007"]
-    assert names(tmp_path / "step_00000007") == ["thesis.txt"]
+    assert names_in(tmp_path) == ["step_00000007"]
+    assert names_in(tmp_path / "step_00000007") == ["thesis.txt"]
 
 
 def test_a_dead_save_is_cleaned_up(tmp_path: Path) -> None:
@@ -163,4 +163,4 @@ def test_a_dead_save_is_cleaned_up(tmp_path: Path) -> None:
         dead.begin()
     living.begin()
     optim.save(optimizer(), tmp_path / "model")
-    assert names(tmp_path) == ["model", living.partial.name]
+    assert names_in(tmp_path) == ["model", living.partial.name]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerocast
-from tests.checkpoint.sources.source_files import KINDS, values
+from tests.checkpoint.files import SOURCES, new_values
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.serve.test_export import compressed, deepseek
@@ -37,8 +37,8 @@ def exported(capsys: Any, to: str, *arguments: object) -> dict[str, Any]:
 def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) -> None:
     """An optimizer takes the exported checkpoint, and exporting it back gives the same values."""
     (tmp_path / "in").mkdir()
-    state = values(SHAPES, torch.bfloat16)
-    source = KINDS[kind](state, tmp_path / "in")
+    state = new_values(SHAPES, torch.bfloat16)
+    source = SOURCES[kind](state, tmp_path / "in")
     found = exported(capsys, "checkpoint", source, tmp_path / "c")
     assert found["tensors"] == len(SHAPES) and "manifest.json" in found["files"]
     opened = open_source(tmp_path / "c")
@@ -57,7 +57,7 @@ def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masters_of_either_dtype(capsys: Any, tmp_path: Path, dtype: str) -> None:
     """The command says which it wrote, and an optimizer loads both."""
-    state = values(SHAPES, torch.float32)
+    state = new_values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
     options = ["--to", "checkpoint", *(["--masters", dtype] if dtype != "float32" else [])]
     assert main(["export", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), *options]) == 0
@@ -78,7 +78,7 @@ NAMINGS = [
 @pytest.mark.parametrize(("naming", "fmt", "decode"), NAMINGS)
 def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, fmt: str, decode: Any) -> None:
     """Files in the namings of engines decode by their rules to the cast that the library makes."""
-    state = values(SHAPES, torch.float32)
+    state = new_values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
     options = ["--naming", naming, "--format", fmt, "--weights", "up.*", "--shard-bytes", 20000]
     found = exported(capsys, "safetensors", tmp_path / "m.safetensors", tmp_path / "out", *options)

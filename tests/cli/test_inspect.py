@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import casts
-from tests.checkpoint.sources.source_files import KINDS
+from tests.checkpoint.files import SOURCES
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from zerocast import QuantizedWeight, get_format, optim
@@ -136,7 +136,7 @@ def test_the_folder_of_a_trainer(capsys: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "safetensors_folder", "dcp"])
 def test_any_kind(capsys: Any, tmp_path: Path, kind: str) -> None:
-    path = KINDS[kind]({"w": master(), "odd": torch.ones(5, 7), "ids": torch.arange(3)}, tmp_path)
+    path = SOURCES[kind]({"w": master(), "odd": torch.ones(5, 7), "ids": torch.arange(3)}, tmp_path)
     found = report(capsys, path, "--format", "nvfp4")
     assert {one["name"]: one["format"] for one in found["weights"]} == {"w": "nvfp4", "odd": "float32"} | (
         {"unlisted": "float32"} if "unlisted" in str(found["weights"]) else {}

@@ -1,9 +1,10 @@
-"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the unsharded cast."""
+"""Prepared and sharded models on the ranks of a case, and their gathered bytes and slices against the unsharded cast."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import zerocast
 from tests import casts
 from tests.workers import seed_random_numbers
 from zerocast import QuantizedWeight
+from zerocast.backends import reference
 from zerocast.formats import Columnwise
 from zerocast.fsdp2 import FusedAdamW, torch_fsdp
 from zerocast.fsdp2.manager import CastManager
@@ -261,4 +263,25 @@ def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, Tensor):
             whole = value.full_tensor() if isinstance(value, DTensor) else getattr(value, "flat", value)
             found[prefix + key] = casts.sha(whole.detach())
+    return found
+
+
+def complaints_of_slices(model: nn.Module, when: str) -> list[str]:
+    """Return the gathered slices that differ from their part of the unsharded cast."""
+    found, local = [], dist.get_rank() % 2
+    tensors = masters(model)
+    whole = {name: (p.full_tensor().cpu(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
+    for name, weight in unsharded(model):
+        master, owner, placement = whole[name.replace("_orig_mod.", "")]
+        scale = torch.tensor([cast_scale(owner)])
+        expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
+        codes = casts.raw(expected.rowwise_data).reshape(*master.shape[:-1], -1)
+        codes = np.array_split(codes, 2, placement.dim)[local]
+        if not (casts.raw(weight.rowwise_data.clone()).reshape(codes.shape) == codes).all():
+            found.append(f"{when}: codes of {name}")
+        if weight.amax is not None and not torch.equal(weight.amax.cpu(), expected.amax):
+            found.append(f"{when}: amax of {name} is {weight.amax} and {expected.amax} unsharded")
+        value = casts.cast_whole(str(owner.format), master, scale=float(scale)).dequantize()
+        if not torch.equal(weight.dequantize().cpu(), value.chunk(2, placement.dim)[local]):
+            found.append(f"{when}: values of {name}")
     return found

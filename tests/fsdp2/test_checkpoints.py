@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerocast
 from tests import casts
-from tests.checkpoint.sources.source_files import KINDS, values
+from tests.checkpoint.files import SOURCES, new_values
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.workers import Ranks, on_ranks
@@ -151,7 +151,7 @@ def test_prepared_modules_pickle_as_plain_ones(recwarn: pytest.WarningsRecorder)
 
 def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
     shapes = {name: tuple(tensor.shape) for name, tensor in Net(formats, WIDTH, HIDDEN).state_dict().items()}
-    return values(shapes, torch.float32)
+    return new_values(shapes, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:no state of delayed scaling")
@@ -167,7 +167,7 @@ def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
 )
 @on_ranks()
 def test_any_mesh(tmp_path: Path, where: str, kind: str, trained: bool) -> None:
-    source = KINDS[kind](wanted(("nvfp4",) if where == "tp" else FORMATS), tmp_path)
+    source = SOURCES[kind](wanted(("nvfp4",) if where == "tp" else FORMATS), tmp_path)
     formats = ("nvfp4",) if where == "tp" else FORMATS
     model, optimizer = build(where, formats)
     if trained:

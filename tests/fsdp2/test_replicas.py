@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.optim.captured_runs import Repeated
+from tests.optim.runs import Repeated
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep

@@ -13,8 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zerocast
 from tests import casts
 from tests.fsdp2 import models
-from tests.fsdp2.models import DELAYED
-from tests.fsdp2.slices import complaints
+from tests.fsdp2.models import DELAYED, complaints_of_slices
 from tests.observed import Traffic, logged
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2.master_memory import MasterAddresses
@@ -52,12 +51,12 @@ def slices(fmt: str, hidden: int, replicas: int = 1) -> Tensor:
     x = models.batch(0, WIDTH, rank=0)
     with torch.no_grad():
         y = model(x).cpu()
-    assert complaints(model, "start") == []
+    assert complaints_of_slices(model, "start") == []
     model(x).float().square().mean().backward()
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=0.1)
     assert all(p.grad is not None and p.grad.full_tensor().abs().max() > 0 for p in model.parameters())
     optimizer.step()
-    assert complaints(model, "after a step") == []
+    assert complaints_of_slices(model, "after a step") == []
     return y
 
 
@@ -125,7 +124,7 @@ def test_no_slice_goes_on_without_another() -> None:
         not_finite = error_of(lambda: model(x))
         master.copy_(before)
     zerocast.fsdp2.refresh(model)
-    assert complaints(model, "put right") == []
+    assert complaints_of_slices(model, "put right") == []
     rank, of_slice = dist.get_rank(), "ranks [0] of its shard group could not cast"
     assert (of_slice if rank % 2 else "a rank of another slice of tensor parallelism, or") in refused
     assert ("their memory is gone" in refused) == (rank == 1)

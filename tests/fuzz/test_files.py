@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests import casts
-from tests.checkpoint.sources.source_files import KINDS, values
+from tests.checkpoint.files import SOURCES, new_values
 from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
@@ -105,7 +105,7 @@ def test_checkpoints(tmp_path: Path, whole: Path, seconds: float, hashed: bool) 
 def test_sources(tmp_path: Path, seconds: float, kind: str) -> None:
     """Everything that is said to be there can be read, or an error says why not."""
     (tmp_path / "whole").mkdir()
-    KINDS[kind](values({"matrix": (24, 16), "scalar": (), "vector": (5,)}, torch.float32), tmp_path / "whole")
+    SOURCES[kind](new_values({"matrix": (24, 16), "scalar": (), "vector": (5,)}, torch.float32), tmp_path / "whole")
 
     def check(mistakes: list[Damage]) -> None:
         folder = tmp_path / "damaged"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import casts
-from tests.apex import checkpoints
+from tests.apex import training
 from tests.apex.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.apex.training import Case, Run
 from tests.hosts.stopping import Place, around
@@ -85,14 +85,14 @@ class Fused(HostUnderTest):
     def save(self, number: int) -> None:
         """Save the optimizer, and the plain parameters, which Apex leaves to the model."""
         partial = self.folder / "partial"
-        checkpoints.save(self._run, str(partial))
+        training.save(self._run, str(partial))
         if dist.get_rank() == 0:
             os.replace(partial, self.folder / f"{number}.pt")
         dist.barrier()
 
     def load(self) -> int:
         number = max(int(path.stem) for path in self.folder.glob("*.pt"))
-        checkpoints.load(self._run, str(self.folder / f"{number}.pt"))
+        training.load(self._run, str(self.folder / f"{number}.pt"))
         assert not self._optimizer._params_buckets, "nothing is left to gather of a step that raised"
         return number
 
@@ -101,7 +101,7 @@ class Fused(HostUnderTest):
 
     def everything(self) -> casts.Bytes:
         """Return all that a step changes."""
-        return checkpoints.held(self._run)
+        return training.held(self._run)
 
     def whole(self) -> dict[str, Tensor]:
         """Return the state, which Apex saves whole."""

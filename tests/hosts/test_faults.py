@@ -11,7 +11,7 @@ import pytest
 from tests import casts
 from tests.hosts.stopping import FAULTS, Place, check
 from tests.hosts.under_test import HOSTS, PARTIAL, HostUnderTest, different, find, param
-from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
+from tests.optim.faults import OutOfMemory, Places, of_each_place
 from tests.workers import Ranks
 
 SAMPLES = 3  # operators of a phase, before and after which memory runs out, in a test of every run

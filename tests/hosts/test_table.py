@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import record
-from tests.hosts.table import PAGE, recorded, table, with_table
+from tests.hosts.record import PAGE, recorded, table, with_table
 
 ROOT = PAGE.parents[1]
 

@@ -27,7 +27,7 @@ from tests.megatron.training import (
 )
 from tests.selection import worlds
 from tests.sharded import Weight
-from tests.transformer_engine import hybrids, tensors
+from tests.transformer_engine import tensors
 from tests.workers import Ranks, on_ranks
 from zerocast import get_format
 from zerocast.integrations import megatron as integration
@@ -66,7 +66,7 @@ def test_tensors_of_two_formats_are_refused() -> None:
 
     def parameter(fmt: str, value: torch.Tensor, device: torch.device) -> Any:
         case = Weight(fmt, tuple(value.shape), ((0, value.numel()),), value.dtype)
-        return nn.Parameter(hybrids.hybrid(case, case))
+        return nn.Parameter(tensors.hybrid(case, case))
 
     said = "layers.0.weight: a HybridQuantizedTensor has codes of two formats"
     hybrid = mock.patch.object(te, "parameter", parameter)

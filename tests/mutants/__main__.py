@@ -3,15 +3,16 @@
     python -m tests.mutants --seed 1 --budget 25                    # minutes; run it again to go on
     python -m tests.mutants --seed 1 --budget 25 --only zerocast/optim
 
-A line of code is drawn, and one of the changes that `sites.py` knows for it. Tests are asked nearest first (`nearest.py`)
-until one fails, hangs, or the time of a mutant is over. Prints a line a mutant: killed, and by which test, or survived. A
-survivor is a gap in the tests, dead code, or a change that nothing can see; a reader says which.
+A line of code is drawn, and one of the changes that `sites.py` knows for it. Tests are asked nearest first, those of its room, then
+those that name it, until one fails, hangs, or the time of a mutant is over. Prints a line a mutant: killed, and by which test, or
+survived. A survivor is a gap in the tests, dead code, or a change that nothing can see; a reader says which.
 
 csrc/cuda, csrc/api/cuda.cpp and zerocast/backends/cuda are left out, since they need a GPU. Answers are kept in build/mutants, by
 seed, for as long as the product does not change.
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import json
@@ -32,8 +33,52 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.nearest import enclosing_function, nearest_tests
 from tests.mutants.sites import Site, sites
+
+ROOMS = {
+    "integrations/huggingface": "trainers",
+    "integrations/lightning": "trainers",
+    "csrc": "backends",
+    "zerocast/inspection": "cli",
+    "zerocast/footprint": "cli",
+}
+
+
+def nearest_tests(root: Path, path: str, function: str = "") -> list[str]:
+    """Return the files of tests, nearest first: those of the room of the file, then those that name its module, each by the
+    words that they share with the names of the file and of the mutated function.
+    """
+    room = root / "tests" / _room(path)
+    stem = Path(path).parent.name if Path(path).stem == "__init__" else Path(path).stem
+    words = {word for word in re.split(r"[_\W]+", f"{stem} {function}".lower()) if len(word) > 2}
+    shared = {}
+    for test in sorted((root / "tests").rglob("test_*.py")):
+        text = test.read_text().lower()
+        if room in test.parents or re.search(rf"\b{re.escape(stem.lower())}\b", text):
+            shared[test] = sum((word in text) + 3 * (word in test.stem) for word in words)
+    chosen = sorted(shared, key=lambda test: (room not in test.parents, -shared[test], test))
+    return [str(test.relative_to(root)) for test in chosen]
+
+
+def _room(path: str) -> str:
+    for folder, room in ROOMS.items():
+        if path.startswith(f"{folder}/"):
+            return room
+    return Path(path).parts[1]
+
+
+def enclosing_function(path: str, source: bytes, line: int) -> str:
+    """Return the name of the innermost function or class that holds a line of a Python file; empty without one."""
+    if not path.endswith(".py"):
+        return ""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, kinds) and node.lineno <= line <= node.end_lineno
+    ]
+    return max(around, key=lambda node: node.lineno).name if around else ""
+
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("zerocast", "integrations", "csrc")

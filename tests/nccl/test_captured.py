@@ -13,8 +13,7 @@ from tests.devices import worlds_of_gpus
 from tests.fsdp2 import test_captured as under_fsdp2
 from tests.fsdp2.models import FORMATS
 from tests.gemm.test_compiled import Mlp
-from tests.optim.captured_runs import compare
-from tests.optim.runs import rank
+from tests.optim.runs import compare_with_captured, rank
 from tests.optim.test_captured import CASES, graphs_after_a_move
 
 pytestmark = pytest.mark.parametrize("world", worlds_of_gpus(1, 2))
@@ -24,7 +23,10 @@ SECONDS = 180.0
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_replaying_equals_stepping(gpu_ranks, world, case):
     """The result of the comparison is the number of skipped steps."""
-    assert gpu_ranks(world)(compare, dataclasses.replace(case, device="cuda"), timeout=SECONDS) == [1] * world
+    assert (
+        gpu_ranks(world)(compare_with_captured, dataclasses.replace(case, device="cuda"), timeout=SECONDS)
+        == [1] * world
+    )
 
 
 def test_storage_that_moves_on_the_last_rank(gpu_ranks, world):

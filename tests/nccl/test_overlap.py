@@ -15,8 +15,8 @@ import zerocast
 from tests import casts
 from tests.devices import gpus
 from tests.fsdp2 import models
+from tests.optim.faults import late_gathers
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, weight_bytes
-from tests.optim.slow_gathers import late_gathers
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.gather import ReadyEvent
 

@@ -1,10 +1,12 @@
-"""Training runs of a probe as values, run on every rank beside the undistributed reference."""
+"""Training runs of a probe as values, run on every rank beside the undistributed reference, or captured beside ordinary steps."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +20,10 @@ from tests.optim.probe import MIXED, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mean
 from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.cast.captured_step import CapturedStep, Work
+from zerocast.formats import Columnwise
 from zerocast.fsdp2 import FusedAdamW
+from zerocast.optim.device_step import CapturableZeroStep
 
 ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -257,3 +262,99 @@ def check(run: Run) -> None:
     compared.check("before the first step")
     compared.go_on(*range(run.steps))
     assert compared.reference.skipped == 0
+
+
+SKIPPED_STEP, ORDINARY_STEP = 3, 5  # a step with a gradient that is not finite; one that both take with step()
+LOADED_BEFORE = 7  # before this step a state is loaded
+
+
+@dataclass(frozen=True)
+class CapturedCase(Run):
+    """A training run whose gradients are put on parameters. Without `max_norm` the captured step clips nothing."""
+
+    assign: bool = True
+    max_norm: float | None = 0.5
+    tensor_lr: bool = False
+    steps: int = 9
+
+
+class Repeated(CapturedStep):
+    """A captured step with repeated work in place of a CUDA graph where there is none. Recording launches
+    nothing there either.
+    """
+
+    @staticmethod
+    def _record(work: Work) -> Work:
+        return work
+
+
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """While the context is open, `optimizer.capture` makes such steps on a CPU."""
+    with (
+        mock.patch("zerocast.optim.zero_optimizer.CapturedStep", Repeated),
+        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
+    ):
+        yield
+
+
+class Trainee(Trainer):
+    """A run that may take captured steps."""
+
+    def __init__(self, case: CapturedCase, group: Any = None) -> None:
+        super().__init__(case, group)
+        for options in self.optimizer.param_groups if case.tensor_lr else ():
+            options["lr"] = torch.tensor(options["lr"], device=case.device)
+
+    def capture(self, kind: type[CapturedStep] = Repeated) -> CapturedStep:
+        """Return the step as a graph, or on the CPU as something that acts like one."""
+        o, limit = self.optimizer, self.run.max_norm
+        if self.run.device != "cpu":
+            return o.capture(limit)
+        return kind(CapturableZeroStep(o._parts, o._prepare, o._finish, limit))
+
+    def backward(self, step: int) -> None:
+        """Make new gradients, with an infinite one on rank 0 in the step to be skipped."""
+        super().backward(step)
+        if step == SKIPPED_STEP and self.rank == 0:
+            self.probe.get_parameter("nv").grad[0, 0] = torch.inf
+
+    def change_rates(self, step: int) -> None:
+        """Change learning rates, numbers and tensors alike, as a scheduler does."""
+        for group in self.optimizer.param_groups:
+            if step % 2:
+                group["lr"] *= 0.7
+
+    def ordinary_step(self) -> Tensor:
+        limit = self.run.max_norm
+        norm = self.optimizer.clip_grad_norm_(1e30 if limit is None else limit)
+        self.optimizer.step()
+        return norm
+
+    def held(self) -> casts.Bytes:
+        """Return everything that a step changes, columnwise copies too, which must be of the last cast where
+        they are kept.
+        """
+        quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
+        kept = [p for p in quantized if self.run.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
+        assert all(p.state.columnwise_is_fresh() for p in kept)
+        return snapshot(self) | {"skipped": np.array([self.optimizer.skipped_steps], np.uint8)}
+
+
+def compare_with_captured(case: CapturedCase, group: Any = None) -> int:
+    """Train both, and compare all that they hold after each step; returns the steps that were skipped."""
+    eager, replaying = Trainee(case, group), Trainee(case, group)
+    before = replaying.held()
+    captured = replaying.capture()
+    casts.assert_same_bytes(replaying.held(), before, "capturing changed something")
+    for step in range(case.steps):
+        for trainee in (eager, replaying):
+            if step == LOADED_BEFORE:
+                trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
+            trainee.backward(step)
+            trainee.change_rates(step)
+        norms = eager.ordinary_step(), replaying.ordinary_step() if step == ORDINARY_STEP else captured()
+        assert torch.equal(*norms) or step == SKIPPED_STEP, (step, norms)
+        casts.assert_same_bytes(replaying.held(), eager.held(), f"rank {eager.rank}, step {step}, {case}")
+    assert int(replaying.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == case.steps - 1
+    return replaying.optimizer.skipped_steps

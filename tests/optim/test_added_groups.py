@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.optim import test_muon
-from tests.optim.captured_runs import repeated
 from tests.optim.probe import BF16
 from tests.optim.runs import (
     ADAM,
@@ -26,6 +25,7 @@ from tests.optim.runs import (
     boxes,
     rank,
     refused,
+    repeated,
     snapshot,
 )
 from tests.optim.undistributed import UndistributedMuon

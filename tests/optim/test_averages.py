@@ -16,18 +16,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zerocast
 from tests import casts
+from tests.optim.faults import slow_gathers
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import (
-    DETERMINISTIC,
-    EIGHT_BIT_MOMENTS,
-    OVERLAP,
-    Compared,
-    Run,
-    Trainer,
-    boxes,
-    weight_bytes,
-)
-from tests.optim.slow_gathers import slow_gathers
+from tests.optim.runs import DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, Compared, Run, Trainer, boxes, weight_bytes
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import casts
 from tests.distributed.test_same_call import copied
 from tests.observed import HostTraffic
-from tests.optim.captured_runs import Case, Repeated, Trainee, compare
 from tests.optim.probe import BF16
-from tests.optim.runs import DETERMINISTIC
+from tests.optim.runs import DETERMINISTIC, CapturedCase, Repeated, Trainee, compare_with_captured
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
@@ -22,16 +21,16 @@ from zerocast.optim.bucket_bytes import BucketBytes
 
 KEPT = dataclasses.replace(DETERMINISTIC, keep_columnwise=True)
 CASES = {
-    "clipped": Case(),
-    "not clipped": Case(max_norm=None),
-    "overlap": Case(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
-    "library order": Case(config=ZeroConfig(bucket_size=4096)),
-    "fp8 wire": Case(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")),
-    "stage 1": Case(stage=1),
-    "kept columnwise copies": Case(config=KEPT),
-    "bf16 moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
-    "8-bit moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")),
-    "learning rates in tensors": Case(tensor_lr=True),
+    "clipped": CapturedCase(),
+    "not clipped": CapturedCase(max_norm=None),
+    "overlap": CapturedCase(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
+    "library order": CapturedCase(config=ZeroConfig(bucket_size=4096)),
+    "fp8 wire": CapturedCase(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")),
+    "stage 1": CapturedCase(stage=1),
+    "kept columnwise copies": CapturedCase(config=KEPT),
+    "bf16 moments": CapturedCase(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
+    "8-bit moments": CapturedCase(config=dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")),
+    "learning rates in tensors": CapturedCase(tensor_lr=True),
 }
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -52,7 +51,7 @@ def _need_kernels() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_replaying_equals_stepping(device, case):
-    assert compare(dataclasses.replace(case, device=device)) == 1
+    assert compare_with_captured(dataclasses.replace(case, device=device)) == 1
 
 
 @pytest.mark.parametrize("world", worlds(2, slow=[3]))
@@ -60,10 +59,10 @@ def test_replaying_equals_stepping(device, case):
     "name", ["overlap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("clipped", "bf16 moments"))]
 )
 def test_on_several_ranks(ranks, world, name):
-    assert ranks(world)(compare, CASES[name]) == [1] * world
+    assert ranks(world)(compare_with_captured, CASES[name]) == [1] * world
 
 
-def before_a_step(case: Case) -> Trainee:
+def before_a_step(case: CapturedCase) -> Trainee:
     """Return a trainee with all gradients, after steps that have made tables and columnwise copies."""
     trainee = Trainee(case)
     for number in range(2):
@@ -89,7 +88,7 @@ def test_no_step_waits_for_the_device(name):
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_torch_sees_no_wait_on_a_gpu(tensor_lr):
     _need_kernels()
-    trainee = before_a_step(Case(device="cuda", tensor_lr=tensor_lr))
+    trainee = before_a_step(CapturedCase(device="cuda", tensor_lr=tensor_lr))
     torch.cuda.set_sync_debug_mode("error")
     try:
         trainee.ordinary_step()
@@ -120,7 +119,7 @@ def test_the_host_keeps_the_books():
     """With a graph that does nothing, the host still counts casts, assigns copies to the last cast and uses
     gradients up.
     """
-    trainee = Trainee(Case())
+    trainee = Trainee(CapturedCase())
     step = trainee.capture(Idle)
     plan, before = trainee.optimizer._weights.driver.plan, trainee.held()
     casts_before = plan.validity.casts
@@ -136,7 +135,7 @@ def test_the_host_keeps_the_books():
 
 def test_only_on_a_cuda_device():
     with pytest.raises(RuntimeError, match="parameters are on cpu"):
-        Trainee(Case()).optimizer.capture()
+        Trainee(CapturedCase()).optimizer.capture()
 
 
 def test_not_with_the_reference_backend():
@@ -147,7 +146,7 @@ def test_not_with_the_reference_backend():
 
 def graphs_after_a_move(device: str, culprit: int) -> list[bool]:
     """Return whether there is a graph after each step. A scale of the culprit moves before the second one."""
-    trainee, other = Trainee(Case(device=device)), Trainee(Case(device=device))
+    trainee, other = Trainee(CapturedCase(device=device)), Trainee(CapturedCase(device=device))
     step, found = trainee.capture(), []
     for number in range(4):
         if number == 1 and trainee.rank == culprit:
@@ -247,7 +246,7 @@ def test_a_rank_that_cannot_step_takes_part_in_the_graph_of_the_others(what, cul
 
 def test_weights_that_are_moved_back_are_not_moved(device):
     """Bytes that were bound elsewhere come home at every step, and other models' weights are none of ours."""
-    trainee, other = Trainee(Case(device=device)), Trainee(Case(device=device))
+    trainee, other = Trainee(CapturedCase(device=device)), Trainee(CapturedCase(device=device))
     step = trainee.capture()
     for number in range(2):
         for t in (trainee, other):
@@ -277,7 +276,7 @@ class Tables(TorchDispatchMode):
 
 def test_what_is_recorded_was_run_before():
     """A backend may look into a table the first time that it sees it, which must not be while a graph records."""
-    trainee = Trainee(Case(config=KEPT))
+    trainee = Trainee(CapturedCase(config=KEPT))
     for parameter in trainee.probe.parameters():
         if isinstance(parameter, QuantizedWeight):
             parameter.state.drop_columnwise()  # capturing makes new storage
@@ -306,7 +305,7 @@ def test_debug_copies_follow_replayed_graphs(device):
     """The copies follow replays: otherwise the second step would take the first graph's writes for those of a user."""
     set_debug(True)
     try:
-        trainee, eager = Trainee(Case(device=device)), Trainee(Case(device=device))
+        trainee, eager = Trainee(CapturedCase(device=device)), Trainee(CapturedCase(device=device))
         step = trainee.capture(WithoutHost)
         for number in range(3):
             for each, take in ((trainee, step), (eager, eager.ordinary_step)):
@@ -323,7 +322,7 @@ def test_debug_copies_follow_replayed_graphs(device):
 
 
 def test_schedulers_see_the_step():
-    trainee = Trainee(Case())
+    trainee = Trainee(CapturedCase())
     scheduler = torch.optim.lr_scheduler.StepLR(trainee.optimizer, 1)
     step = trainee.capture()
     trainee.backward(0)

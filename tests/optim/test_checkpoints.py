@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
-from tests.optim.checkpoint_folders import FEW, names, saved
+from tests.checkpoint.files import FEW, names_in, save_few
 from tests.optim.runs import OVERLAP, Run, Trainer, refused, snapshot
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
@@ -46,7 +46,7 @@ def test_the_last_are_kept(ranks, tmp_path, keep, left, world):
     (folder / "notes.txt").write_text("mine")
     ranks(world)(keeps, str(folder), keep)
     assert Checkpoints(folder).steps() == left
-    assert names(folder) == sorted(["notes.txt", "step_00000001.partial", *(f"step_{step:08d}" for step in left)])
+    assert names_in(folder) == sorted(["notes.txt", "step_00000001.partial", *(f"step_{step:08d}" for step in left)])
 
 
 def test_arguments(tmp_path):
@@ -54,14 +54,14 @@ def test_arguments(tmp_path):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint; there are: none"):
         Checkpoints(tmp_path / "nowhere").load(Trainer(FEW).optimizer)
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; there are: \[1, 2\]"):
         Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=7)
 
 
 def test_a_save_whose_folder_is_deleted(tmp_path):
     """A save raises if its folder is deleted by hand, or by a run that took it over. Older ones stay."""
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(FEW), checkpoint._of_all_ranks
 
     def disturbed(sums: Any, group: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_full_disk(tmp_path: Path, world: int, fault: str, culprit: int, async
         said = error_of(lambda: checkpoints.save(trainer.optimizer, 4)) or error_of(checkpoints.wait)
         together()
     casts.assert_same_bytes(snapshot(trainer), later, f"rank {trainer.rank}, after the fault")
-    assert names(folder) == ["step_00000002"]
+    assert names_in(folder) == ["step_00000002"]
     other = Trainer(FEW)
     assert checkpoints.load(other.optimizer) == 2
     casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}, loaded")
@@ -215,8 +215,10 @@ def refuses(folder: str) -> tuple[str, int]:
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_files(ranks, tmp_path, damage):
     """Damage of any file of a checkpoint of two ranks is refused. The checkpoint before still loads."""
-    ranks(2)(saved, str(tmp_path / "whole"))
-    files = [name for name in names(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")]
+    ranks(2)(save_few, str(tmp_path / "whole"))
+    files = [
+        name for name in names_in(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")
+    ]
     assert len(files) == 2
     for number, name in enumerate([*files, ".metadata"]):
         folder = tmp_path / str(number)
@@ -232,14 +234,14 @@ def test_damaged_files(ranks, tmp_path, damage):
 
 
 def test_damage_is_found_before_masters_are_loaded(tmp_path):
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     trainer, folder = Trainer(FEW), tmp_path / "step_00000002"
     flip(next(folder.glob("*.distcp")))
     assert DAMAGE[flip] in refused(trainer, lambda: optim.load_masters(trainer.optimizer, folder))
 
 
 def test_a_damaged_manifest(tmp_path):
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     path = tmp_path / "step_00000002" / manifest.NAME
     for content in ("[" * 100_000, path.read_text().replace('"step": 2', '"step": 3')):
         path.write_text(content)
@@ -248,7 +250,7 @@ def test_a_damaged_manifest(tmp_path):
 
 
 def test_a_manifest_names_no_file_elsewhere(tmp_path):
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     path = tmp_path / "step_00000002" / manifest.NAME
     content = json.loads(path.read_text())
     content["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
@@ -265,7 +267,7 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path):
 )
 def test_no_manifest(ranks, tmp_path, caplog):
     """These folders always have one. A folder of another program loads without, and the log says that nothing is checked."""
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).unlink()
     for said, step in [refuses(str(tmp_path)), *ranks(2)(refuses, str(tmp_path))]:
         assert "step_00000002/manifest.json is missing, so the files of the checkpoint cannot be checked" in said
@@ -276,7 +278,7 @@ def test_no_manifest(ranks, tmp_path, caplog):
 
 
 def test_exchanged_folders(tmp_path):
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     first, second, aside = tmp_path / "step_00000001", tmp_path / "step_00000002", tmp_path / "aside"
     first.rename(aside)
     second.rename(first)
@@ -288,7 +290,7 @@ def test_exchanged_folders(tmp_path):
 
 
 def test_all_damaged(tmp_path, caplog):
-    saved(str(tmp_path))
+    save_few(str(tmp_path))
     caplog.clear()
     for folder in tmp_path.iterdir():
         flip(next(folder.glob("*.distcp")))

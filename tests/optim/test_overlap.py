@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import casts
+from tests.optim.faults import slow_gathers
 from tests.optim.probe import BF16, MIXED, Probe
 from tests.optim.runs import DETERMINISTIC, OVERLAP, Run, Trainer, weight_bytes
-from tests.optim.slow_gathers import slow_gathers
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.group import Group

@@ -13,10 +13,9 @@ from torch import nn
 
 import zerocast
 from tests import casts
-from tests.optim.captured_runs import Case, Trainee, repeated
-from tests.optim.out_of_memory import OutOfMemory
+from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import Compared, Run, Trainer, refused, snapshot
+from tests.optim.runs import CapturedCase, Compared, Run, Trainee, Trainer, refused, repeated, snapshot
 from tests.optim.undistributed import Undistributed, f32, np
 from tests.selection import worlds
 from tests.workers import on_ranks
@@ -252,7 +251,7 @@ def test_memory_that_runs_out_anywhere():
 
 
 def test_captured_steps_are_captured_again():
-    trainees = [Trainee(Case()) for _ in range(2)]
+    trainees = [Trainee(CapturedCase()) for _ in range(2)]
     captured, eager = trainees
     with repeated():
         step = captured.optimizer.capture(captured.run.max_norm)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
-from tests.optim.checkpoint_folders import FEW
+from tests.checkpoint.files import FEW
 from tests.optim.runs import Trainer, snapshot
 from tests.workers import error_of
 from zerocast import optim

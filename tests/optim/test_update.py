@@ -13,17 +13,7 @@ from torch import Tensor, nn
 from tests import casts
 from tests.observed import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
-from tests.optim.runs import (
-    ADAM,
-    DETERMINISTIC,
-    EIGHT_BIT_MOMENTS,
-    OVERLAP,
-    TWO_GROUPS,
-    Run,
-    Trainer,
-    check,
-    snapshot,
-)
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, TWO_GROUPS, Run, Trainer, check, snapshot
 from tests.optim.test_muon import SMALL
 from tests.optim.undistributed import Undistributed, mean
 from tests.selection import some, worlds

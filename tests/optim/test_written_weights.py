@@ -10,9 +10,9 @@ from torch import nn
 
 import zerocast
 from tests.observed import allocations, debug_mode, same_on_all
+from tests.optim.faults import slow_gathers
 from tests.optim.probe import BF16, FP16, MIXED, Probe, Spec
 from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer, build
-from tests.optim.slow_gathers import slow_gathers
 from tests.workers import error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, ZeroConfig, verify
 from zerocast.verification import verify as verification

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.devices import gpus
 from tests.distributed.simulated import Simulated, simulate
-from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
+from tests.optim.faults import OutOfMemory, Places, of_each_place
 from tests.serve.test_export import model
 from tests.serve.test_live import collected, step
 from zerocast.distributed.group import Group

@@ -32,7 +32,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from tests.torchtitan.missing_packages import without_datasets
+from tests.torchtitan.torchrun import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
 
 # -- Attention over a sequence that context parallelism has cut: keys and values of all ranks are gathered, and the backward pass

@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.torchtitan.checkpoints import check_resumed, exported, from_safetensors, loaded_masters, run
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
-from tests.torchtitan.training import MIXED, SLICED, TENSOR, Case
+from tests.torchtitan.training import (
+    MIXED,
+    SLICED,
+    TENSOR,
+    Case,
+    check_resumed,
+    from_safetensors,
+    loaded_masters,
+    masters_not_exported,
+    run_and_save,
+)
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -36,7 +45,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name:
 def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> None:
     """Plain torchtitan and other numbers of ranks load a checkpoint, of FP32 tensors and nothing of zerocast."""
     case = Case("nvfp4", "for-loop", steps=2, options=("--checkpoint.no-last-save-model-only",))
-    (_, contents, _), _ = ranks(2)(run, case, str(tmp_path))
+    (_, contents, _), _ = ranks(2)(run_and_save, case, str(tmp_path))
     for world, reader in ((2, case.plain()), (3, case.plain()), (3, case)):
         for masters in ranks(world)(loaded_masters, reader, str(tmp_path), 2):
             assert masters and masters.items() <= contents.items()
@@ -45,7 +54,7 @@ def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> Non
 @slow
 def test_slices_are_loaded_without_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     case = Case("nvfp4", steps=2, options=("--checkpoint.no-last-save-model-only", *TENSOR))
-    contents = ranks(4)(run, case, str(tmp_path))[0][1]
+    contents = ranks(4)(run_and_save, case, str(tmp_path))[0][1]
     for masters in ranks(2)(loaded_masters, Case("fp8_block"), str(tmp_path), 2):
         assert masters and masters.items() <= contents.items()
 
@@ -53,7 +62,7 @@ def test_slices_are_loaded_without_tensor_parallelism(ranks: Ranks, tmp_path: Pa
 @slow
 def test_starting_from_safetensors_with_names_of_hugging_face(ranks: Ranks, tmp_path: Path) -> None:
     case = Case("nvfp4", "for-loop", steps=2, options=("--checkpoint.last-save-in-hf",)).plain()
-    (_, contents, _), _ = ranks(2)(run, case, str(tmp_path))
+    (_, contents, _), _ = ranks(2)(run_and_save, case, str(tmp_path))
     path = tmp_path / "checkpoint" / "step-2"
     assert list(path.glob("*.safetensors"))
     for masters, complaints in ranks(2)(from_safetensors, Case("fp8_block"), str(tmp_path / "next"), str(path)):
@@ -63,7 +72,7 @@ def test_starting_from_safetensors_with_names_of_hugging_face(ranks: Ranks, tmp_
 
 @slow
 def test_masters_exported_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2)(exported, Case("nvfp4", steps=2), str(tmp_path)) == [[]] * 2
+    assert ranks(2)(masters_not_exported, Case("nvfp4", steps=2), str(tmp_path)) == [[]] * 2
 
 
 def test_step_counts_are_apart() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.torchtitan.checkpoints import SAVING
 from tests.torchtitan.host_on_cpu import needs_torchtitan
-from tests.torchtitan.training import EXPERTS, MIXED, SLICED, TENSOR, Case
+from tests.torchtitan.training import EXPERTS, MIXED, SAVING, SLICED, TENSOR, Case
 
 pytestmark = [needs_torchtitan, *gpus(2)]
 ROOT = Path(__file__).parents[2]
@@ -20,13 +19,13 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def launch(case: Case, folder: Path, world: int = 2) -> Any:
-    """Run `torchrun_script.py` under torchrun; returns what it wrote."""
+    """Run `torchrun.py` under torchrun; returns what it wrote."""
     result = folder / "result.json"
     command = [
         *LAUNCHER,
         str(world),
         "-m",
-        "tests.torchtitan.torchrun_script",
+        "tests.torchtitan.torchrun",
         str(result),
         *case.arguments(str(folder)),
     ]

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import zerocast
-from tests.torchtitan.checkpoints import check_resumed, loaded_masters, run
 from tests.torchtitan.host_on_cpu import importable
 from tests.torchtitan.trainer_on_cpu import MIXED, WHY_NOT, Case, needs_model_specs, plain, trainer, trainer_on_cpu
-from tests.torchtitan.training import refused, train
+from tests.torchtitan.training import check_resumed, loaded_masters, refused, run_and_save, train
 from tests.workers import Ranks, error_of, on_ranks
 
 if not WHY_NOT:
@@ -146,7 +145,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name:
 @slow
 def test_other_ranks_and_plain_torchtitan_load_the_masters(ranks: Ranks, tmp_path: Path) -> None:
     case = Case("nvfp4", "foreach", steps=2)
-    (_, contents, _), _ = ranks(2)(run, case, str(tmp_path), -1, trainer, timeout=240)
+    (_, contents, _), _ = ranks(2)(run_and_save, case, str(tmp_path), -1, trainer, timeout=240)
     readers = (
         (3, case),
         (1, case),

@@ -1,22 +1,29 @@
-"""Runs of trainers with ZeroAdamW, one process a rank: `-m tests.trainers.runs TRAINER FOLDER STEPS RESUME`.
+"""Runs of trainers with ZeroAdamW, one process a rank: `-m tests.trainers.runs TRAINER FOLDER STEPS RESUME REPORT`.
 
 Each trains a small model with accumulation of two and clipping, saves after its last step and prints what a test compares.
 The runs of accelerate, Fabric and Lightning then repeat by hand what their model saw, with ZeroAdamW's own calls.
+
+`-m tests.trainers.runs TRAINER REPORT` asks for the answers to gradients that are not reduced: (what was said, what was expected).
 """
 
+import contextlib
 import copy
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.workers import error_of
 from zerocast.checkpoint.untrained import own_buffers
 
 Found = dict[str, Any]
@@ -304,10 +311,120 @@ RUNS: dict[str, Callable[[str, int, str], Found]] = {
     "transformers": hf_trainer,
 }
 
+
+Said = list[tuple[str, str]]
+
+UNREDUCED = "so its gradient would not be averaged over the ranks"
+
+
+def shared_out(model: nn.Module, weights: bool) -> tuple[zerocast.ZeroAdamW, torch.optim.Optimizer]:
+    """Return a ZeroAdamW over the weights, or over all parameters, and an SGD over the biases."""
+    named = [(name, p) for name, p in model.named_parameters() if not weights or "weight" in name]
+    return zerocast.ZeroAdamW(named), torch.optim.SGD([p for name, p in model.named_parameters() if "bias" in name])
+
+
+def accelerate_unreduced() -> Said:
+    from zerocast.integrations.huggingface import Accelerator
+
+    def backward(weights: bool) -> str:
+        accelerator, model = Accelerator(cpu=True), Seen()
+        zero, others = shared_out(model, weights)
+        prepared, *_ = accelerator.prepare(model, zero, *([others] if weights else []))
+        return error_of(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))
+
+    def backward_before_and_after_a_second_model() -> list[str]:
+        accelerator, model = Accelerator(cpu=True), Seen()
+        prepared, _ = accelerator.prepare(model, shared_out(model, weights=False)[0])
+        before = error_of(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))
+        accelerator.prepare(Seen())
+        return [before, error_of(lambda: accelerator.backward(prepared(torch.ones(2, 64, dtype=torch.bfloat16))))]
+
+    return [
+        (backward(True), UNREDUCED),
+        *zip(backward_before_and_after_a_second_model(), ("", UNREDUCED), strict=True),
+    ]
+
+
+def fabric_unreduced() -> Said:
+    import lightning
+
+    from zerocast.integrations.lightning import FabricZeroStrategy
+
+    def backward(weights: bool) -> str:
+        runner = lightning.Fabric(accelerator="cpu", strategy=FabricZeroStrategy(), devices=ranks())
+        runner.launch()
+        model = Seen()
+        zero, others = shared_out(model, weights)
+        module, *_ = runner.setup(model, zero, *([others] if weights else []))
+        return error_of(lambda: runner.backward(module(torch.ones(2, 64, dtype=torch.bfloat16))))
+
+    return [(backward(True), UNREDUCED), (backward(False), "")]
+
+
+def lightning_unreduced() -> Said:
+    import lightning
+
+    from zerocast.integrations.lightning import ZeroStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self, weights: bool) -> None:
+            super().__init__()
+            self.seen, self.weights = Seen(), weights
+
+        def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            return self.seen(x)
+
+        def configure_optimizers(self) -> Any:
+            return shared_out(self, self.weights)[0]
+
+    def fit(weights: bool) -> str:
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "precision": "bf16-mixed",
+        }
+        trainer = lightning.Trainer(accelerator="cpu", devices=ranks(), strategy=ZeroStrategy(), max_steps=1, **quiet)
+        return error_of(lambda: trainer.fit(Module(weights), batches()))
+
+    return [(fit(True), UNREDUCED), (fit(False), "")]
+
+
+_PACKAGES = ("accelerate", "lightning", "peft", "transformers")
+_MISSING = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+WHY_NOT = f"{', '.join(_MISSING)} not installed: make hosts readers" if _MISSING else ""
+
+
+@contextlib.contextmanager
+def host_on_cpu() -> Iterator[None]:
+    """Restore the environment and the process group, which Fabric makes and keeps. Trainers need no stand-in on the CPU."""
+    from accelerate.state import AcceleratorState
+
+    ours = not dist.is_initialized()
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            if ours and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+UNREDUCED_RUNS: dict[str, Callable[[], Said]] = {
+    "accelerate": accelerate_unreduced,
+    "fabric": fabric_unreduced,
+    "lightning": lightning_unreduced,
+}
+
 if __name__ == "__main__":
-    name, folder, steps, resume, report = sys.argv[1:]
-    found = RUNS[name.removesuffix(MUON)](folder, int(steps), resume)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    name, *arguments, report = sys.argv[1:]
+    found: Found | Said
+    if arguments:
+        folder, steps, resume = arguments
+        found = RUNS[name.removesuffix(MUON)](folder, int(steps), resume)
+    else:
+        found = UNREDUCED_RUNS[name]()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
     Path(f"{report}.{rank}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

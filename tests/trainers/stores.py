@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zerocast
 from tests.checkpoint import plain_store
+from tests.trainers.runs import ranks
 from tests.workers import error_of
 from zerocast.integrations import zero_run
 
@@ -33,10 +34,6 @@ def net() -> torch.nn.Module:
 def masters(model: torch.nn.Module, optimizer: Any) -> list[bytes]:
     state = zerocast.optim.full_state_dict(model, optimizer)
     return [tensor.numpy().tobytes() for _, tensor in sorted(state.items())]
-
-
-def ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def module_class() -> Any:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
-from tests.trainers.runs import Seen
+from tests.trainers.runs import WHY_NOT, Seen, host_on_cpu
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 

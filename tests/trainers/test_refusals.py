@@ -1,4 +1,4 @@
-"""Answers of trainers on one rank to misuse. `unreduced.py` has those to gradients that are not reduced."""
+"""Answers of trainers on one rank to misuse. `runs.py` has those to gradients that are not reduced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import zerocast
-from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
-from tests.trainers.runs import Seen, batches
+from tests.trainers.runs import WHY_NOT, Seen, batches, host_on_cpu
 from tests.workers import error_of
 from zerocast.integrations import zero_run
 

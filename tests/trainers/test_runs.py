@@ -137,6 +137,6 @@ def test_what_nobody_would_reduce_is_refused(trainer: str, tmp_path: Path) -> No
     """Parameters of a quantized model that no ZeroAdamW trains are refused."""
     if trainer == "transformers":
         pytest.skip("its backward pass is accelerate's")
-    for of_rank in launched(["tests.trainers.unreduced", trainer], tmp_path / "refused", 2):
+    for of_rank in launched(["tests.trainers.runs", trainer], tmp_path / "refused", 2):
         for said, expected in of_rank:
             assert expected in said if expected else not said

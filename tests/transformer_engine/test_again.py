@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import casts
-from tests.transformer_engine.casting import TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import integration, needs_te
-from tests.transformer_engine.tensors import bytes_of, quantizer
+from tests.transformer_engine.tensors import TILES, Casting, bytes_of, quantizer, weights_of
 from zerocast import get_format
 
 pytestmark = [needs_te, pytest.mark.usefixtures("te")]

@@ -13,9 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import casts, sharded
 from tests.transformer_engine import tensors
-from tests.transformer_engine.casting import NUMEL, SHAPE, TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
-from tests.transformer_engine.tensors import buffers, bytes_of
+from tests.transformer_engine.tensors import NUMEL, SHAPE, TILES, Casting, buffers, bytes_of, weights_of
 from tests.workers import on_ranks
 
 pytestmark = needs_te

@@ -11,10 +11,9 @@ from torch import Tensor
 import zerocast
 from tests import casts, devices, sharded
 from tests.sharded import Weight
-from tests.transformer_engine import casting
-from tests.transformer_engine.casting import Casting
+from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
-from tests.transformer_engine.tensors import bytes_of
+from tests.transformer_engine.tensors import Casting, bytes_of
 from tests.workers import Ranks
 from zerocast import get_format
 from zerocast.formats import layout
@@ -242,7 +241,7 @@ def test_every_format_on_a_gpu(gpu_ranks: Ranks, world: int) -> None:
     """NVFP4 too, on any GPU, K of any multiple of 16, odd cuts: the bytes of the unsharded reference."""
     drawn = cases(world, (*BY_BOTH, "nvfp4", "identity"), offset=7)
     drawn += tuple(Weight("nvfp4", (144, 272), cut(world, 144 * 272, 1), torch.bfloat16, "lcg", s) for s in range(3))
-    for outcome in gpu_ranks(world)(casting.cast_and_gather, drawn, 1, "cuda", timeout=300.0):
+    for outcome in gpu_ranks(world)(tensors.cast_and_gather, drawn, 1, "cuda", timeout=300.0):
         assert not outcome.complaints
         for case, found in zip(drawn, outcome.steps[0], strict=True):
             expected = sharded.expected(case)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests import casts, sharded
 from tests.sharded import POISON, Weight
 from tests.strategies import cuts
-from tests.transformer_engine import hybrids
+from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.workers import Ranks
 
@@ -31,8 +31,8 @@ def case(fmt: str, seed: int = 0) -> Weight:
 def test_both_directions_from_a_whole_master(rowwise: str, columnwise: str) -> None:
     """The column direction is cast into a transpose, which stays valid; post-processing changes none of its codes."""
     both = case(rowwise), case(columnwise)
-    weight = hybrids.hybrid(*both)
-    found = hybrids.cast(weight, both[0].master().view(-1), 0)
+    weight = tensors.hybrid(*both)
+    found = tensors.cast(weight, both[0].master().view(-1), 0)
     integration().post_all_gather_processing(weight)
     for one, held, transposed in zip(both, found, (False, True), strict=True):
         expected = sharded.expected(one)
@@ -47,10 +47,10 @@ def by_columns(one: Weight) -> casts.Bytes:
     """The bytes of a weight whose codes are in its transpose alone, cast from a part of its master on every rank."""
     with host_on_cpu():
         rank = dist.get_rank()
-        weight = hybrids.hybrid(None, one)
-        _, found = hybrids.cast(weight, *one.shard(rank), manual_post_all_gather_processing=rank == 0)
+        weight = tensors.hybrid(None, one)
+        _, found = tensors.cast(weight, *one.shard(rank), manual_post_all_gather_processing=rank == 0)
         integration().post_all_gather_processing([weight])
-        casts.assert_same_bytes(hybrids.codes_of(weight._columnwise_storage), found)
+        casts.assert_same_bytes(tensors.codes_of(weight._columnwise_storage), found)
         return found
 
 
@@ -74,9 +74,9 @@ def test_codes_in_a_transpose_from_masters_cut_anywhere(ranks: Ranks, world: int
 def test_formats_that_are_no_direction(fmt: str) -> None:
     master, refusal = case(fmt).master().view(-1), r"model weight 0: \w+Quantizer is not cast as the {} direction"
     with pytest.raises(ValueError, match=refusal.format("rowwise")):
-        hybrids.cast(hybrids.hybrid(case(fmt), case("identity")), master, 0)
+        tensors.cast(tensors.hybrid(case(fmt), case("identity")), master, 0)
     with pytest.raises(ValueError, match=refusal.format("columnwise")):
-        hybrids.cast(hybrids.hybrid(case("identity"), case(fmt)), master, 0)
+        tensors.cast(tensors.hybrid(case("identity"), case(fmt)), master, 0)
 
 
 @pytest.mark.usefixtures("te")
@@ -84,34 +84,34 @@ def test_what_would_go_stale() -> None:
     one = case("fp8_current")
     master = one.master().view(-1)
     with pytest.raises(ValueError, match=r"99 of 3072 elements are on this rank, .* one direction's codes"):
-        hybrids.cast(hybrids.hybrid(one, one), master[:99].clone(), 0)
+        tensors.cast(tensors.hybrid(one, one), master[:99].clone(), 0)
     with pytest.raises(ValueError, match=r"made from the rowwise one, .* only after the all-gather"):
-        hybrids.cast(hybrids.hybrid(one, one, source="rowwise_dequantized"), master, 0)
-    dropped = hybrids.hybrid(one, one)
+        tensors.cast(tensors.hybrid(one, one, source="rowwise_dequantized"), master, 0)
+    dropped = tensors.hybrid(one, one)
     dropped._rowwise_storage = dropped._columnwise_storage = None
     with pytest.raises(ValueError, match="both directions of the Hybrid tensor were dropped"):
-        hybrids.cast(dropped, master, 0)
+        tensors.cast(dropped, master, 0)
 
 
 @pytest.mark.usefixtures("te")
 def test_shards() -> None:
     """A Hybrid shard takes both directions of a part; codes of a shard do not lie side by side in a transpose."""
-    weight, part = (hybrids.hybrid(case("fp8_current"), case("identity")) for _ in range(2))
+    weight, part = (tensors.hybrid(case("fp8_current"), case("identity")) for _ in range(2))
     expected = [sharded.expected(case(fmt))["rowwise_data"] for fmt in ("fp8_current", "identity")]
-    hybrids.cast(weight, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[part])
+    tensors.cast(weight, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[part])
     for direction, wanted in zip((part._rowwise_storage, part._columnwise_storage), expected, strict=True):
-        casts.assert_same_bytes(hybrids.codes_of(direction), {"rowwise_data": wanted})
-    by_columns = hybrids.hybrid(None, case("fp8_current"))
+        casts.assert_same_bytes(tensors.codes_of(direction), {"rowwise_data": wanted})
+    by_columns = tensors.hybrid(None, case("fp8_current"))
     shard = torch.zeros(NUMEL, dtype=torch.uint8)
     with pytest.raises(ValueError, match="its codes are in its transpose only"):
-        hybrids.cast(by_columns, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[shard])
+        tensors.cast(by_columns, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[shard])
 
 
 @pytest.mark.usefixtures("te")
 def test_raw_data_is_that_of_the_rows() -> None:
-    weight = hybrids.hybrid(case("fp8_current"), case("identity"))
+    weight = tensors.hybrid(case("fp8_current"), case("identity"))
     new = torch.zeros(SHAPE, dtype=torch.uint8)
     integration().replace_raw_data(weight, new)
     assert weight._rowwise_storage._data is new and (new == POISON).all()
     with pytest.raises(NotImplementedError, match="no rowwise direction"):
-        integration().replace_raw_data(hybrids.hybrid(None, case("fp8_current")), new)
+        integration().replace_raw_data(tensors.hybrid(None, case("fp8_current")), new)

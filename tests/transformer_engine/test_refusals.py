@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests import casts, sharded
-from tests.transformer_engine.casting import NUMEL, TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
+from tests.transformer_engine.tensors import NUMEL, TILES, Casting, weights_of
 from tests.workers import on_ranks
 
 pytestmark = needs_te

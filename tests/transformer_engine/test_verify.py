@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 import zerocast
 from tests.sharded import Weight
-from tests.transformer_engine.casting import NUMEL, SHAPE, TILES, Casting, weights_of
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
-from tests.transformer_engine.hybrids import hybrid
-from tests.transformer_engine.tensors import buffers
+from tests.transformer_engine.tensors import NUMEL, SHAPE, TILES, Casting, buffers, hybrid, weights_of
 from tests.workers import on_ranks
 
 pytestmark = needs_te

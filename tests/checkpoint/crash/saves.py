@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.checkpoint.crash.recorder import Recorder
-from tests.optim.checkpoint_folders import names
+from tests.checkpoint.crash.disk import Recorder
+from tests.checkpoint.files import names_in
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source
@@ -133,7 +133,7 @@ class Folder:
         self._check_names(root, kept)
 
     def _check_names(self, root: Path, kept: list[int]) -> None:
-        assert names(root / self.place) == [f"step_{step:08d}" for step in kept]
+        assert names_in(root / self.place) == [f"step_{step:08d}" for step in kept]
 
     def _checkpoints(self, root: Path, asynchronous: bool = False) -> Checkpoints:
         return Checkpoints(root / self.place, self.keep, asynchronous)

@@ -13,14 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.crash import recorder
-from tests.checkpoint.crash.disk import Disk, Tree, all_recorded, read_tree, write_tree
-from tests.checkpoint.crash.recorder import read_log
+from tests.checkpoint.crash.disk import (
+    Disk,
+    Tree,
+    all_recorded,
+    read_log,
+    read_tree,
+    recorder_library,
+    why_nothing_is_recorded,
+    write_tree,
+)
 from tests.checkpoint.crash.saves import SAVED, SAVES, run, run_and_kill
 from tests.workers import START_SECONDS, context
 from zerocast.checkpoint import writer
 
-pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recorder.why_not()))
+pytestmark = pytest.mark.skipif(why_nothing_is_recorded() is not None, reason=str(why_nothing_is_recorded()))
 TWO_RANKS = (
     "the next, the one before goes",
     "in place of itself",
@@ -41,7 +48,7 @@ def saved(name: str, folder: Path, world: int = 1) -> list[int | None]:
     processes = []
     for each in range(world):
         places = folder / "root", folder / "log"
-        arguments = (str(recorder.library()), name, *places, each, world, 0)
+        arguments = (str(recorder_library()), name, *places, each, world, 0)
         processes.append(context.Process(target=run, args=arguments, daemon=True))
         processes[-1].start()
     for process in processes:
@@ -141,7 +148,7 @@ def test_power_failures_of_two_ranks(tmp_path: Path, name: str, seed: int) -> No
 
 def kills(name: str, folder: Path, world: int = 1, killed: int = 0) -> int:
     """Kill a rank before each change of its save; how many kills that were."""
-    arguments = str(recorder.library()), name, folder / "kills", world, killed
+    arguments = str(recorder_library()), name, folder / "kills", world, killed
     process = context.Process(target=run_and_kill, args=arguments)
     process.start()
     process.join()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.sources.source_files import KINDS, values
-from tests.optim.checkpoint_folders import FEW, saved
+from tests.checkpoint.files import FEW, SOURCES, new_values, save_few
 from tests.optim.runs import Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios
@@ -45,7 +44,7 @@ HOSTILE = [fifo, endless, *(pytest.param(one, marks=pytest.mark.slow) for one in
 
 
 def checkpoint(tmp_path: Path) -> Path:
-    saved(str(tmp_path), range(1, 2))
+    save_few(str(tmp_path), range(1, 2))
     return tmp_path / "step_00000001"
 
 
@@ -68,11 +67,11 @@ def forged(path: Path) -> None:
 
 
 def state_dict_file(tmp_path: Path) -> Path:
-    return KINDS["file"](values({"matrix": (4, 4)}, torch.float32), tmp_path)
+    return SOURCES["file"](new_values({"matrix": (4, 4)}, torch.float32), tmp_path)
 
 
 def safetensors_folder(tmp_path: Path) -> Path:
-    return KINDS["safetensors_folder"](values({"matrix": (4, 4), "vector": (3,)}, torch.float32), tmp_path)
+    return SOURCES["safetensors_folder"](new_values({"matrix": (4, 4), "vector": (3,)}, torch.float32), tmp_path)
 
 
 def json_file(tmp_path: Path) -> Path:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from tests.checkpoint.sources.source_files import KINDS, values
+from tests.checkpoint.files import SOURCES, new_values
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.dcp import _METADATA_CLASSES, SafeReader, first_uneven
 from zerocast.checkpoint.sources.source import read_span
@@ -26,11 +26,11 @@ SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "experts": (3, 4, 6), "v
 SPANS = [Span(0, 35), Span(3, 30), Span(6, 8), Span(10, 10)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOURCES)
 def test_pieces(tmp_path: Path, kind: str) -> None:
     """Any span of any tensor, f32."""
-    state = values(SHAPES, torch.bfloat16)
-    source = open_source(KINDS[kind](state, tmp_path))
+    state = new_values(SHAPES, torch.bfloat16)
+    source = open_source(SOURCES[kind](state, tmp_path))
     front = next(name for name in source.entries if name.endswith("matrix")).removesuffix("matrix")
     for name, tensor in state.items():
         assert source.entries[front + name].shape == tuple(tensor.shape)
@@ -94,7 +94,7 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", INDICES)
 def test_indices_that_are_wrong(tmp_path: Path, case: str) -> None:
     change, message = INDICES[case]
-    folder = KINDS["safetensors_folder"](values(SHAPES, torch.float32), tmp_path)
+    folder = SOURCES["safetensors_folder"](new_values(SHAPES, torch.float32), tmp_path)
     change(folder)
     with pytest.raises(ValueError, match=message):
         open_source(folder)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import zerocast
 from tests import casts
-from tests.checkpoint.sources.source_files import KINDS, values
-from tests.optim.out_of_memory import OutOfMemory
+from tests.checkpoint.files import SOURCES, new_values
+from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import ADAM, Run, Trainer, boxes, refused, snapshot, weight_bytes
 from zerocast import optim
@@ -34,7 +34,7 @@ def loads(source: Any, dtype: torch.dtype) -> list[str]:
     """Return the differences between a trained optimizer that has loaded masters and one that was
     built on the same values.
     """
-    trainer, wanted = trained(), values(SHAPES, dtype)
+    trainer, wanted = trained(), new_values(SHAPES, dtype)
     optim.load_masters(trainer.optimizer, source)
     state = trainer.optimizer.state_dict()
     different = []
@@ -62,12 +62,12 @@ def loads(source: Any, dtype: torch.dtype) -> list[str]:
     return different + [str(difference) for difference in report.differences]
 
 
-CASES = [*((kind, torch.float32) for kind in KINDS), ("safetensors", torch.bfloat16), ("dcp", torch.float16)]
+CASES = [*((kind, torch.float32) for kind in SOURCES), ("safetensors", torch.bfloat16), ("dcp", torch.float16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_any_kind(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    assert loads(KINDS[kind](values(SHAPES, dtype), tmp_path), dtype) == []
+    assert loads(SOURCES[kind](new_values(SHAPES, dtype), tmp_path), dtype) == []
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "mapping"), (2, "file"), (3, "dcp"))]
@@ -75,12 +75,14 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "mapping"),
 
 @pytest.mark.parametrize(("world", "kind"), [(3, "safetensors_folder"), *SLOW])
 def test_on_several_ranks(ranks: Any, tmp_path: Path, kind: str, world: int) -> None:
-    assert ranks(world)(loads, KINDS[kind](values(SHAPES, torch.float32), tmp_path), torch.float32) == [[]] * world
+    assert (
+        ranks(world)(loads, SOURCES[kind](new_values(SHAPES, torch.float32), tmp_path), torch.float32) == [[]] * world
+    )
 
 
 def spoilt(change: str) -> dict[str, Any]:
     """Tensors that do not fit in one way."""
-    state: dict[str, Any] = values(SHAPES, torch.float32)
+    state: dict[str, Any] = new_values(SHAPES, torch.float32)
     if change == "shape":
         state["nv"] = state["nv"].view(112, 48)
     elif change == "missing":
@@ -128,7 +130,7 @@ def test_what_does_not_fit(tmp_path: Path, kind: str) -> None:
     for change, message in ERRORS.items():
         (tmp_path / change).mkdir()
         with pytest.raises(ValueError, match=message):
-            raise ValueError(refuses(KINDS[kind](spoilt(change), tmp_path / change)))
+            raise ValueError(refuses(SOURCES[kind](spoilt(change), tmp_path / change)))
 
 
 @pytest.mark.parametrize("change", IN_MEMORY)
@@ -148,7 +150,7 @@ def test_one_rank_is_wrong_and_all_say_so(ranks: Any) -> None:
 
 
 def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
-    KINDS["dcp"](values(SHAPES, torch.float32), tmp_path)
+    SOURCES["dcp"](new_values(SHAPES, torch.float32), tmp_path)
     with pytest.raises(
         ValueError, match=r"has masters but no optimizer state: load them with zerocast\.optim\.load_masters"
     ):
@@ -164,7 +166,7 @@ def test_a_load_that_breaks_off(every: int) -> None:
         before, memory = snapshot(trainer), OutOfMemory(at)
         try:
             with memory:
-                optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+                optim.load_masters(trainer.optimizer, new_values(SHAPES, torch.float32))
         except RuntimeError as error:
             said.append(str(error))
         if trainer.optimizer._weights.driver.plan.validity.partial:
@@ -172,7 +174,7 @@ def test_a_load_that_breaks_off(every: int) -> None:
             for call in (trainer.optimizer.state_dict, trainer.optimizer.step):
                 with pytest.raises(RuntimeError, match="loading a checkpoint failed partway"):
                     call()
-            optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+            optim.load_masters(trainer.optimizer, new_values(SHAPES, torch.float32))
             assert zerocast.verify(trainer.optimizer).ok
             trainer = trained()
         elif memory.count > at:

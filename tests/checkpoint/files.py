@@ -1,4 +1,4 @@
-"""The same tensors in every kind of source."""
+"""What tests of checkpoints write and find: the same tensors in every kind of source, and folders of checkpoints."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,6 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.optim.probe import MIXED
+from tests.optim.runs import Run, Trainer
+from zerocast.checkpoint.writer import LEASE
+from zerocast.optim import Checkpoints
 
 State = Mapping[str, Tensor]
 
@@ -51,13 +56,30 @@ def as_dcp(state: State, folder: Path) -> Any:
     return folder
 
 
-KINDS: Mapping[str, Callable[[State, Path], Any]] = {
+SOURCES: Mapping[str, Callable[[State, Path], Any]] = {
     write.__name__[3:]: write
     for write in (as_mapping, as_file, as_old_file, as_safetensors, as_safetensors_folder, as_dcp)
 }
 
 
-def values(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+def new_values(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Fresh values that are none of a model's initial ones."""
     generator = torch.Generator().manual_seed(7)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+# Formats with delayed scales, with blocks and without any.
+FEW = Run(tuple(spec for spec in MIXED if spec.name in ("norm", "delayed", "nv", "bias")))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, without the lease of its writer."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LEASE)
+
+
+def save_few(folder: str, steps: range = range(1, 3)) -> None:
+    """Save checkpoints of these steps of `FEW`."""
+    trainer, checkpoints = Trainer(FEW), Checkpoints(folder)
+    for step in steps:
+        trainer.step(step)
+        checkpoints.save(trainer.optimizer, step)
