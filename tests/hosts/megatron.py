@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from tests import casts
 from tests.hosts.stopping import Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
-from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.training import MIXED, Case
+from tests.megatron.training import METADATA, MIXED, Attached, Case
 from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, verify
 from zerocast.integrations import megatron as integration

@@ -14,10 +14,9 @@ from torch import Tensor
 import zerocast
 from tests.hosts.stopping import limit_collectives
 from tests.megatron import muon
-from tests.megatron.attached import METADATA
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.ranks_host import device, groups, host
-from tests.megatron.training import NARROW, Case, Run, build_optimizer
+from tests.megatron.training import METADATA, NARROW, Case, Run, build_optimizer
 from tests.workers import error_of
 from zerocast import verify
 from zerocast.integrations import megatron as integration

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.megatron import checkpoints, training
+from tests.megatron import training
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
@@ -225,21 +225,21 @@ def _filled(run: Run, value: float, dtype: torch.dtype = torch.bfloat16) -> dict
 @contextlib.contextmanager
 def _checkpoints_of_muon() -> Iterator[None]:
     """Inside, runs of `checkpoints` are of this host, whose matrices have no moments of Adam."""
-    state = mock.patch.object(checkpoints, "_state", lambda run: {"master": run.masters()})
-    with muon_in_the_host(), mock.patch.object(checkpoints, "build_attached", build_attached), state:
+    state = mock.patch.object(training, "_state", lambda run: {"master": run.masters()})
+    with muon_in_the_host(), mock.patch.object(training, "build_attached", build_attached), state:
         yield
 
 
 def resume(case: Case, kind: str) -> None:
     with _checkpoints_of_muon():
-        checkpoints.resume(case, kind)
+        training.resume(case, kind)
 
 
-def saved(case: Case, folder: str, kind: str) -> checkpoints.State:
+def saved(case: Case, folder: str, kind: str) -> training.State:
     with _checkpoints_of_muon():
-        return checkpoints.saved(case, folder, kind)
+        return training.saved(case, folder, kind)
 
 
-def check_loaded(case: Case, folder: str, kind: str, written: checkpoints.State) -> None:
+def check_loaded(case: Case, folder: str, kind: str, written: training.State) -> None:
     with _checkpoints_of_muon():
-        checkpoints.check_loaded(case, folder, kind, written)
+        training.check_loaded(case, folder, kind, written)

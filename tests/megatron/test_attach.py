@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.megatron import te, te_attaching, training
+from tests.megatron import attaching, training
+from tests.megatron.attaching import methods_of, offloaded
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.offloading import offloaded
 from tests.megatron.ranks_host import host
-from tests.megatron.te_attaching import methods_of
 from tests.megatron.training import ALL_LAYERS, MIXED, Case, MegatronModule, Run, build
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.cast import host as cast_host
@@ -81,12 +81,12 @@ def test_a_host_without_buffers_of_four_bits_is_named() -> None:
 
 
 TE_TENSORS, TILES = (Case(formats, te=ALL_LAYERS) for formats in ("te", "tiles"))
-NEEDS_TE = [needs_four_bits, te.needs_te]
+NEEDS_TE = [needs_four_bits, needs_te]
 
 
 @pytest.mark.parametrize("case", [Case(MIXED, overlap=True), pytest.param(TE_TENSORS, marks=NEEDS_TE)])
 def test_detach_gives_the_host_back(ranks: Ranks, case: Case) -> None:
-    ranks(2)(te_attaching.detach, case)
+    ranks(2)(attaching.detach, case)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,19 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.megatron.checkpoints import check_loaded, content, resume_afresh, saved
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
-from tests.megatron.training import ALL, MIXED, NARROW, Case, build_attached
+from tests.megatron.training import (
+    ALL,
+    MIXED,
+    NARROW,
+    Case,
+    build_attached,
+    check_loaded,
+    checkpoint_content,
+    resume_afresh,
+    saved,
+)
 from tests.workers import Ranks, on_ranks
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.optimizer_state import _unpadded
@@ -91,5 +100,5 @@ def test_a_rank_without_parameters_of_a_bucket(is_loading: bool) -> None:
     run, _ = build_attached(Case(MIXED, experts=True))
     run.step(0)
     with pytest.raises(ValueError, match=r"leaves 1 of 4 ranks without any.* use fully_reshardable"):
-        content(run, is_loading, KINDS[0])
-    content(run, is_loading, KINDS[1])
+        checkpoint_content(run, is_loading, KINDS[0])
+    checkpoint_content(run, is_loading, KINDS[1])

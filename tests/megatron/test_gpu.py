@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import muon, offloading, test_delayed
-from tests.megatron.checkpoints import check_loaded, resume, saved
+from tests.megatron import attaching, muon, test_delayed
+from tests.megatron.attaching import offloaded
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.offloading import offloaded
 from tests.megatron.test_checkpoints import KINDS
 from tests.megatron.test_one_rank import ON_GPUS, fail_on_one_rank
 from tests.megatron.test_parallel import PARALLEL, said
-from tests.megatron.training import FORMATS, Case, train, train_chunks
+from tests.megatron.training import FORMATS, Case, check_loaded, resume, saved, train, train_chunks
 from tests.workers import Ranks
 
 ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
@@ -104,7 +103,7 @@ def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [ONE])
 def test_offloaded_masters_detached_and_attached_again(gpu_ranks: Ranks, world: int, fraction: float) -> None:
     case = offloaded(fraction=fraction, streams=True, overlap=True)
-    gpu_ranks(world)(offloading.reattach, case, timeout=SECONDS)
+    gpu_ranks(world)(attaching.reattach, case, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [TWO])
@@ -135,13 +134,13 @@ def test_offloaded_masters_are_cast_as_on_the_device(
 ) -> None:
     """Losses, masters, moments and bytes, to the bit."""
     case = offloaded(formats, fraction, streams=True, overlap=True, in_fp32=formats == "fp8_block")
-    gpu_ranks(world)(offloading.compare_with_the_device, case, timeout=SECONDS)
+    gpu_ranks(world)(attaching.compare_with_the_device, case, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("formats", ["fp8_block", "nvfp4"])
 @pytest.mark.parametrize("world", [ONE])
 def test_the_gpu_does_not_hold_offloaded_masters(gpu_ranks: Ranks, world: int, formats: str) -> None:
-    ((ours, theirs),) = gpu_ranks(world)(offloading.memory, offloaded(formats, streams=True), timeout=SECONDS)
+    ((ours, theirs),) = gpu_ranks(world)(attaching.measure_memory, offloaded(formats, streams=True), timeout=SECONDS)
     assert ours.masters == theirs.masters > 64 << 20
     assert ours.live == pytest.approx(ours.predicted, rel=0.02)
     assert theirs.live - ours.live == pytest.approx(ours.masters, rel=0.02)

@@ -14,12 +14,22 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.megatron import installing, te
-from tests.megatron.host_memory import host_memory
-from tests.megatron.host_on_cpu import cuda_on_cpu
-from tests.megatron.installing import FLAG, RECIPE, installed
-from tests.megatron.pretraining import FLAGS, ON_CPU, WHY_NOT, Trained, module_or_none, needs_training, pretrain
+from tests.megatron import pretraining
+from tests.megatron.host_on_cpu import cuda_on_cpu, host_memory
+from tests.megatron.pretraining import (
+    FLAG,
+    FLAGS,
+    ON_CPU,
+    RECIPE,
+    WHY_NOT,
+    Trained,
+    installed,
+    module_or_none,
+    needs_training,
+    pretrain,
+)
 from tests.megatron.training import NARROW, Case, Run
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import error_of, on_ranks
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host, installation, offload
@@ -45,16 +55,16 @@ TILES = "mxfp8:block=32x32"
 SECONDS = 150.0  # a pretrain() takes longer than other cases
 ONE_STEP = ("--train-iters", "1")
 OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", "--use-precision-aware-optimizer")
-TE_LAYERS = {name for name in installing.CASES if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
+TE_LAYERS = {name for name in pretraining.CASES if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
 
 
 @on_ranks(2, timeout=SECONDS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=te.needs_te if name in TE_LAYERS else ()) for name in installing.CASES]
+    "name", [pytest.param(name, marks=needs_te if name in TE_LAYERS else ()) for name in pretraining.CASES]
 )
 def test_mistakes(name: str) -> None:
     """The error says what to do, and nothing is installed afterwards."""
-    mistake, message = installing.CASES[name]
+    mistake, message = pretraining.CASES[name]
     said = error_of(mistake)
     assert re.match(message, said), said
     assert installation._installed is None
@@ -64,24 +74,24 @@ def test_mistakes(name: str) -> None:
 def test_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     """The resumed run is that of a script that has an extra_args_provider and no call of install(), with overlap."""
     flags = ("--train-iters", "4")
-    through = installing.train(*flags, *installing.saving_to(tmp_path))
+    through = pretraining.train(*flags, *pretraining.saving_to(tmp_path))
     assert len(through.formats) == 4 and set(through.formats.values()) == {NARROW, "fp8_block"}
     assert through.losses[4] < through.losses[1] and len(through.evaluated) >= 2
     overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
-    with installing.uninstalled_afterwards():
+    with pretraining.uninstalled_afterwards():
         by_flag = (*FLAG, "--zerocast-verify-every", "1")
-        arguments = (*by_flag, *flags, *overlap, *installing.loading_from(tmp_path))
-        resumed = pretrain(*arguments, extra_args_provider=integration.add_arguments, after=installing.left)
+        arguments = (*by_flag, *flags, *overlap, *pretraining.loading_from(tmp_path))
+        resumed = pretrain(*arguments, extra_args_provider=integration.add_arguments, after=pretraining.left)
     through.check_resumed(resumed)
 
 
 @on_ranks(2, timeout=SECONDS)
-@te.needs_te
+@needs_te
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_weights_of_transformer_engine(overlap: bool) -> None:
     """With an empty recipe they are cast, MXFP8 in tiles too, in buffers of bytes."""
     flags = ("--overlap-grad-reduce", "--overlap-param-gather") if overlap else ()
-    left = installing.train_te_layers(TILES, "--train-iters", "4", *flags)
+    left = pretraining.train_te_layers(TILES, "--train-iters", "4", *flags)
     assert left.losses[4] < left.losses[1]
     assert set(left.formats.values()) == {TILES} and len(left.formats) == 2
 
@@ -90,7 +100,7 @@ def test_weights_of_transformer_engine(overlap: bool) -> None:
 @on_ranks(2, timeout=SECONDS)
 def test_a_checkpoint_in_bf16_gives_masters_as_they_are(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    written = installing.plain(*ONE_STEP, "--save", folder, "--save-interval", "1").masters
+    written = pretraining.plain(*ONE_STEP, "--save", folder, "--save-interval", "1").masters
     first: dict[str, torch.Tensor] = {}
     step = loop.train_step
 
@@ -132,15 +142,15 @@ def test_the_norm_of_masters_in_host_memory() -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=SECONDS)
 def test_values_are_hashed_and_masters_normed() -> None:
-    installing.train(*ONE_STEP, "--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1")
+    pretraining.train(*ONE_STEP, "--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1")
 
 
 @pytest.mark.slow
 @on_ranks(2, timeout=SECONDS)
 def test_nothing_is_done_without_a_recipe() -> None:
-    without = installing.plain("--train-iters", "2")
+    without = pretraining.plain("--train-iters", "2")
     with installed():
-        found = installing.plain("--train-iters", "2")
+        found = pretraining.plain("--train-iters", "2")
     without.check_same(found)
     assert not found.formats
 
@@ -157,7 +167,7 @@ def test_uninstall_gives_everything_back() -> None:
         assert [name for name, value in values.items() if vars(module).get(name) is not value] == []
     with pytest.raises(RuntimeError, match=r"step of .* which was detached"):
         optimizer.step()
-    assert not installing.plain(*ONE_STEP).formats
+    assert not pretraining.plain(*ONE_STEP).formats
 
 
 @pytest.mark.slow
@@ -168,7 +178,7 @@ def test_a_chunk_without_quantized_weights() -> None:
     def after(trained: Trained) -> list[dict[str, str]]:
         (attachment,) = own.attachments
         assert zerocast.verify(attachment).ok
-        return [installing.left(trained, run).formats for run in trained.chunks]
+        return [pretraining.left(trained, run).formats for run in trained.chunks]
 
     stages = (
         "--num-layers",
@@ -185,9 +195,9 @@ def test_a_chunk_without_quantized_weights() -> None:
 
 
 def test_the_flags() -> None:
-    read: Any = installing.parsed(*FLAG, "*.out=identity", "--zerocast-verify-every", "100")
+    read: Any = pretraining.parsed(*FLAG, "*.out=identity", "--zerocast-verify-every", "100")
     assert read.zerocast_recipe == [*FLAG[1:], "*.out=identity"] and read.zerocast_verify_every == 100
-    assert installing.parsed().zerocast_recipe is None
+    assert pretraining.parsed().zerocast_recipe is None
 
 
 @pytest.mark.parametrize("checkout", os.environ.get("ZEROCAST_MEGATRON", "").split(os.pathsep))

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron import gpt, muon, te
+from tests.megatron import gpt, muon
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks, error_of, on_ranks
 
 pytestmark = pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON)
@@ -69,7 +70,7 @@ def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
     ranks(2)(gpt.check_attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4"))
 
 
-@te.needs_te
+@needs_te
 @pytest.mark.shows(
     host="Megatron-Core",
     parallel="data, whole matrices, TransformerEngine's tensors",

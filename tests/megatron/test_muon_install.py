@@ -9,10 +9,9 @@ from unittest import mock
 
 import pytest
 
-from tests.megatron import installing
-from tests.megatron.installing import Left, run_with
+from tests.megatron import pretraining
 from tests.megatron.muon import WHY_NO_MUON, muon_in_the_host
-from tests.megatron.pretraining import WHY_NOT
+from tests.megatron.pretraining import WHY_NOT, Left, run_with
 from tests.megatron.test_install import SECONDS
 from tests.megatron.training import NARROW
 from tests.workers import error_of, on_ranks
@@ -30,7 +29,7 @@ RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 def train(*flags: str, **options: Any) -> Left:
     """A run of `installing.train` by Muon."""
     with muon_in_the_host():
-        return installing.train(*MUON, *flags, **options)
+        return pretraining.train(*MUON, *flags, **options)
 
 
 @contextlib.contextmanager
@@ -96,11 +95,11 @@ def test_mistakes(name: str) -> None:
 def test_trains_evaluates_saves_and_resumes(tmp_path: Path, more: tuple[str, ...], experts: tuple[str, ...]) -> None:
     """Every step verified; a resumed run is the one that was not interrupted, to the bit."""
     flags = ("--train-iters", "4", *more, *experts)
-    through = train(*flags, *installing.saving_to(tmp_path))
+    through = train(*flags, *pretraining.saving_to(tmp_path))
     assert set(through.formats.values()) == {NARROW, "fp8_block"}
     assert len(through.formats) == (6 if experts else 4) and len(through.evaluated) >= 2
     assert through.losses[4] < through.losses[1]
-    through.check_resumed(train(*flags, *installing.loading_from(tmp_path)))
+    through.check_resumed(train(*flags, *pretraining.loading_from(tmp_path)))
 
 
 @SLOW

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron import offloading
-from tests.megatron.checkpoints import check_loaded, saved
+from tests.megatron import attaching
+from tests.megatron.attaching import offloaded
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.offloading import offloaded
-from tests.megatron.te import needs_te
 from tests.megatron.test_checkpoints import KINDS
-from tests.megatron.training import FORMATS, MIXED, NARROW, Case
+from tests.megatron.training import FORMATS, MIXED, NARROW, Case, check_loaded, saved
 from tests.selection import worlds
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks
 from zerocast.integrations.megatron.offload import CpuMaster
 
@@ -29,7 +28,7 @@ SLOW = pytest.mark.slow
 )
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
     case = offloaded(fraction=fraction, streams=streams, overlap=True, experts=True, bucket_size=10_000)
-    assert any(ranks(world)(offloading.train, case))
+    assert any(ranks(world)(attaching.train_offloaded, case))
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=("nvfp4", "fp8_block", "fp8_current"))
@@ -42,12 +41,12 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fracti
 def test_all_is_as_with_masters_on_the_device(ranks: Ranks, world: int, formats: str, fraction: float) -> None:
     """Losses, masters, moments and the bytes of every parameter, to the bit."""
     case = offloaded(formats, fraction, in_fp32=formats == "fp8_block")
-    ranks(world)(offloading.compare_with_the_device, case)
+    ranks(world)(attaching.compare_with_the_device, case)
 
 
 @pytest.mark.parametrize("fraction", [0.5, *(pytest.param(fraction, marks=SLOW) for fraction in (1.0, 0.2))])
 def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
-    ranks(2)(offloading.build_one_by_one, offloaded(fraction=fraction, experts=True))
+    ranks(2)(attaching.build_one_by_one, offloaded(fraction=fraction, experts=True))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
 )
 def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: bool) -> None:
     case = offloaded(fraction=fraction, precise=precise, streams=True, experts=True, in_fp32=True)
-    ranks(2)(offloading.reattach, case)
+    ranks(2)(attaching.reattach, case)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_other_numbers_of_ranks_with_and_without_offload(
 
 def test_moments_stay_on_their_side_when_masters_return_from_the_host(ranks: Ranks) -> None:
     """Megatron's restore_from_cpu asks no HybridDeviceOptimizer which moments a step reads on the host."""
-    ranks(2)(offloading.restore, offloaded(fraction=0.5))
+    ranks(2)(attaching.restore_offloaded, offloaded(fraction=0.5))
 
 
 DEVICE = torch.device("meta")  # where whatever an operator computes is told from host memory

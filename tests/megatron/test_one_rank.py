@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 import zerocast
 from tests.hosts.stopping import limit_collectives, wait_for_all_ranks
-from tests.megatron.attached import METADATA, Attached
+from tests.megatron.attaching import offloaded
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.offloading import offloaded
-from tests.megatron.training import MIXED, Case
+from tests.megatron.training import METADATA, MIXED, Attached, Case
 from tests.observed import debug_mode
 from tests.workers import Ranks, error_of
 from zerocast.distributed import rank_report

@@ -6,18 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.checkpoints import State, check_loaded, saved
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.te import needs_te
 from tests.megatron.training import (
     ALL_LAYERS,
     MIXED,
     Case,
     Run,
+    State,
     build,
     build_chunk,
     build_optimizer,
+    check_loaded,
+    saved,
 )
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks, on_ranks
 from zerocast.integrations import megatron as integration
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import zerocast
-from tests.megatron.attached import Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
-from tests.megatron.training import MIXED, Case
+from tests.megatron.training import MIXED, Attached, Case
 from tests.workers import Ranks, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies

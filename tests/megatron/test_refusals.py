@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 import zerocast
 from tests.megatron import training
-from tests.megatron.checkpoints import save
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT, needs_megatron
 from tests.megatron.ranks_host import host
-from tests.megatron.training import FORMATS, Case, build, build_attached, build_chunk, build_optimizer
+from tests.megatron.training import FORMATS, Case, build, build_attached, build_chunk, build_optimizer, save_checkpoint
 from tests.workers import error_of, on_ranks
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import validate
@@ -108,7 +107,7 @@ def saved_as_it_is() -> None:
 
 def loaded_as_it_is() -> None:
     folder, run = _folder(), _attached()
-    save(run, folder, "dp_reshardable")
+    save_checkpoint(run, folder, "dp_reshardable")
     dist_checkpointing.load({"model": run.ddp.sharded_state_dict()}, folder)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests import casts
-from tests.megatron import te, te_attaching
+from tests.megatron import attaching, ranks_host
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import (
@@ -28,6 +28,7 @@ from tests.megatron.training import (
 from tests.selection import worlds
 from tests.sharded import Weight
 from tests.transformer_engine import tensors
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks, on_ranks
 from zerocast import get_format
 from zerocast.integrations import megatron as integration
@@ -35,7 +36,7 @@ from zerocast.integrations import megatron as integration
 SLOW = pytest.mark.slow
 PARALLEL = "data, TransformerEngine's tensors"
 
-pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
+pytestmark = [needs_megatron, needs_four_bits, needs_te]
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
@@ -52,12 +53,12 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, format
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
-    ranks(world)(te_attaching.train_delayed, "delayed", ALL_LAYERS)
+    ranks(world)(attaching.train_delayed, "delayed", ALL_LAYERS)
 
 
 @pytest.mark.parametrize("formats", ["te", "tiles"])
 def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
-    ranks(2)(te_attaching.flip_every_buffer, formats)
+    ranks(2)(attaching.flip_every_buffer, formats)
 
 
 @on_ranks(2)
@@ -69,7 +70,7 @@ def test_tensors_of_two_formats_are_refused() -> None:
         return nn.Parameter(tensors.hybrid(case, case))
 
     said = "layers.0.weight: a HybridQuantizedTensor has codes of two formats"
-    hybrid = mock.patch.object(te, "parameter", parameter)
+    hybrid = mock.patch.object(ranks_host, "parameter", parameter)
     with host(ALL_LAYERS), hybrid, pytest.raises(ValueError, match=said):
         build_attached(Case("fp8_current", te="0"))
 
@@ -77,7 +78,7 @@ def test_tensors_of_two_formats_are_refused() -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("world", worlds(2, 3, slow=[1]))
 def test_tiles_are_one_byte_an_element(ranks: Ranks, world: int, overlap: bool) -> None:
-    ranks(world)(te_attaching.train_tiles, overlap)
+    ranks(world)(attaching.train_tiles, overlap)
 
 
 @on_ranks(2)
@@ -92,13 +93,13 @@ def test_tiles_without_an_attachment() -> None:
         with integration.quantized_params():
             run = build(case)
         run.forward_and_backward(0)
-        before = te.bytes_of(run.weights["layers.0.weight"])[1]
+        before = ranks_host.te_bytes_of(run.weights["layers.0.weight"])[1]
         with pytest.raises(RuntimeError, match="is not attached: Megatron's own copy would write over the codes"):
             run.optimizer.step()
         integration.attach(run.optimizer, run.ddp).detach()
         with pytest.raises(RuntimeError, match="was detached: nothing casts its masters"):
             run.optimizer.step()
-        casts.assert_same_bytes(te.bytes_of(run.weights["layers.0.weight"])[1], before)
+        casts.assert_same_bytes(ranks_host.te_bytes_of(run.weights["layers.0.weight"])[1], before)
         chunks = []
         inside = "inside the same quantized_params"
         with pytest.raises(RuntimeError, match=f"MXFP8Tensors in tiles .* {inside}"), integration.quantized_params():
@@ -108,7 +109,7 @@ def test_tiles_without_an_attachment() -> None:
 
 
 def test_a_recipe_of_tiles(ranks: Ranks) -> None:
-    ranks(1)(te_attaching.check_recipes)
+    ranks(1)(attaching.check_recipes)
 
 
 AS_FP8 = "module.layers.[0-3].weight was attached as fp8_current"
@@ -153,6 +154,6 @@ def test_several_experts_in_one_tensor_are_refused(fmt: str) -> None:
     with host(ALL_LAYERS), integration.quantized_params():
         model = Model(configuration(), ALL_LAYERS)
         model.experts = nn.Module()
-        model.experts.weight = nn.Parameter(te_attaching.grouped(fmt))
+        model.experts.weight = nn.Parameter(attaching.grouped(fmt))
         with pytest.raises(ValueError, match=r"experts.weight is a GroupedTensor with the codes of several experts"):
             wrap(Case(te=ALL_LAYERS), configuration(), model)

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.devices import gpus
-from tests.megatron import offloading, te, te_attaching
-from tests.megatron.checkpoints import resume
+from tests.megatron import attaching, ranks_host
+from tests.megatron.attaching import offloaded
 from tests.megatron.gpt import VOCABULARY, step
 from tests.megatron.host_on_cpu import WHY_NOT, needs_megatron
-from tests.megatron.offloading import offloaded
 from tests.megatron.ranks_host import host
 from tests.megatron.test_precision_aware import case as precise
 from tests.megatron.test_te import PARALLEL
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, Run, build_optimizer, train
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, Run, build_optimizer, resume, train
+from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks
 from zerocast import verify
 from zerocast.integrations import megatron as integration
@@ -103,7 +103,7 @@ def train_gpt(
         run.force_sync()
         torch.cuda.synchronize()
         scales = {name: float(w._quantizer.scale) for name, w in run.te_tensors.items() if recipe == "delayed"}
-        held = {name: te.bytes_of(weight)[1] for name, weight in run.te_tensors.items()}
+        held = {name: ranks_host.te_bytes_of(weight)[1] for name, weight in run.te_tensors.items()}
         ok = verify(attached).ok if by_zerocast else True
         stale = run.stale_bytes(scales) if by_zerocast else {}
         dist.barrier()
@@ -114,7 +114,7 @@ ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
 SECONDS = 300.0  # the first case sets the GPUs up
 RECIPES = {"delayed": "fp8_delayed", "tensorwise": "fp8_current", "blockwise": "fp8_block"}
 
-pytestmark = [needs_megatron, te.needs_te, pytest.mark.te]
+pytestmark = [needs_megatron, needs_te, pytest.mark.te]
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda recipe: [RECIPES[recipe]])
@@ -166,7 +166,7 @@ def test_beside_quantized_weights(gpu_ranks: Ranks, world: int) -> None:
 
 @pytest.mark.parametrize("world", [TWO])
 def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: int) -> None:
-    gpu_ranks(world)(te_attaching.train_delayed, "delayed", ALL_LAYERS, timeout=SECONDS)
+    gpu_ranks(world)(attaching.train_delayed, "delayed", ALL_LAYERS, timeout=SECONDS)
 
 
 RESUMED = {
@@ -187,25 +187,25 @@ def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
 @pytest.mark.parametrize("formats", ["te", "tiles"])
 @pytest.mark.parametrize("world", [TWO])
 def test_every_byte_counts(gpu_ranks: Ranks, world: int, formats: str) -> None:
-    gpu_ranks(world)(te_attaching.flip_every_buffer, formats, timeout=SECONDS)
+    gpu_ranks(world)(attaching.flip_every_buffer, formats, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_tiles_are_one_byte_an_element(gpu_ranks: Ranks, world: int) -> None:
     """Products of TransformerEngine cannot read them here, so directions are read by its layouts of scales."""
-    gpu_ranks(world)(te_attaching.train_tiles, True, timeout=SECONDS)
+    gpu_ranks(world)(attaching.train_tiles, True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE])
 def test_a_recipe_of_tiles(gpu_ranks: Ranks, world: int) -> None:
     """Megatron's own recipe and TransformerEngine's quantizers of it."""
-    gpu_ranks(world)(te_attaching.check_recipes, timeout=SECONDS)
+    gpu_ranks(world)(attaching.check_recipes, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("world", [ONE])
 def test_detach_and_partial_tensors(gpu_ranks: Ranks, world: int) -> None:
-    gpu_ranks(world)(te_attaching.detach, Case("te", te=ALL_LAYERS), timeout=SECONDS)
-    gpu_ranks(world)(te_attaching.break_a_gather, timeout=SECONDS)
+    gpu_ranks(world)(attaching.detach, Case("te", te=ALL_LAYERS), timeout=SECONDS)
+    gpu_ranks(world)(attaching.break_a_gather, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.float16, torch.uint8], ids=str)
@@ -221,4 +221,4 @@ def test_precision_aware_optimizer(gpu_ranks: Ranks, world: int, moments: torch.
 def test_optimizer_cpu_offload(gpu_ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
     """Masters that are updated on the host, the others by its FusedAdam."""
     case = offloaded(fraction=fraction, streams=streams, precise=True, overlap=True, bucket_size=10_000)
-    assert all(gpu_ranks(world)(offloading.train, case, timeout=SECONDS))
+    assert all(gpu_ranks(world)(attaching.train_offloaded, case, timeout=SECONDS))

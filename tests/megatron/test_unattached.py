@@ -13,10 +13,9 @@ import torch
 import zerocast
 from tests import casts
 from tests.megatron import training
-from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
-from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, Run, build, build_optimizer
+from tests.megatron.training import ALL, FORMATS, METADATA, MIXED, NARROW, Attached, Case, Run, build, build_optimizer
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration

@@ -1,23 +1,32 @@
-"""A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
+"""A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, its bytes, and all
+that it holds with its attachment; and its saving and loading through the host's distributed checkpoints.
+"""
 
-from collections.abc import Callable, Mapping
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests import casts
-from tests.megatron import te
+from tests.megatron import ranks_host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from tests.megatron.ranks_host import device, host
 from tests.transformer_engine import tensors
 from zerocast import QuantizedWeight
+from zerocast.checkpoint.untrained import own_buffers
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.offload import memory_of
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 from zerocast.integrations.megatron.shards import shares
 
@@ -100,7 +109,7 @@ class Model(MegatronModule):
         pairs = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
         kinds = [ColumnParallelLinear, RowParallelLinear] * 2
         self.layers = nn.ModuleList(
-            te.TELinear(*pair) if str(number) in te_layers else self._layer(kind, *pair)
+            ranks_host.TELinear(*pair) if str(number) in te_layers else self._layer(kind, *pair)
             for number, (kind, pair) in enumerate(zip(kinds, pairs, strict=True))
         )
         if self.kind == "buffers":
@@ -223,7 +232,7 @@ class Run:
         """
         masters, wrong, scales = self.masters(), {}, self.cast_scales() if scales is None else scales
         for name, weight in self.weights.items():
-            fmt, found = te.bytes_of(weight) if name in self.te_tensors else _bytes_of(weight)
+            fmt, found = ranks_host.te_bytes_of(weight) if name in self.te_tensors else _bytes_of(weight)
             expected = casts.unsharded(fmt, masters[name], weight.dtype, scales.get(name, 1.0))
             if name in self.te_tensors:
                 expected = tensors.with_shared_codes(fmt, expected)
@@ -274,7 +283,7 @@ def build_chunk(case: Case, disable_bucketing: bool = False, model: Any = None, 
         model = Model(config, case.te, case.kind)
     model.to(device())
     recipe = zerocast.Recipe(FORMATS[case.formats])
-    ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
+    ours = ranks_host.use_te_tensors(model, recipe, device()) if case.te else recipe
     if case.in_fp32:
         model.layers[3].bias.data = model.layers[3].bias.data.float()
     for param in model.layers[2:].parameters() if case.experts else ():
@@ -368,3 +377,191 @@ def finetune(case: Case, with_state: bool = False) -> None:
         masters = run.masters()
         assert all(torch.equal(masters[name], expected[name].float()) for name in masters)
         assert not run.stale_bytes()
+
+
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+class Attached:
+    """A run with its attachment, and its optimizers' state in memory, which goes back by the host's own `load_state_dict`."""
+
+    def __init__(self, case: Case) -> None:
+        with integration.quantized_params():
+            self.run = build(case)
+        self.attachment = integration.attach(self.run.optimizer, self.run.ddp)
+        self.own = self.run.optimizer.chained_optimizers
+
+    def saved(self) -> Any:
+        """Return the state that `dp_reshardable` checkpoints hold."""
+        self.run.force_sync()
+        states = {index: self._saved(one) for index, one in enumerate(self.own)}
+        return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), states if len(states) > 1 else states[0])
+
+    def _saved(self, one: Any) -> dict[str, Any]:
+        state = one.get_parameter_state_dp_reshardable()
+        for entries in (t for buckets in _dicts(state) for bucket in _first(buckets) for t in bucket):
+            entries["padding"] = False
+        return {**one.state_dict(), "param_state": state, "param_state_sharding_type": "dp_reshardable"}
+
+    def load(self, state: Any) -> None:
+        """Load as a resumed run does: first what is to be filled, then the state."""
+        model = self.run.ddp.module.sharded_state_dict(metadata=METADATA)
+        self.run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
+        integration.dequantize_(model, is_loading=True)
+        self.run.optimizer.load_state_dict(tree_map_only(torch.Tensor, torch.clone, state))
+
+    def everything(self) -> casts.Bytes:
+        """Masters, moments and the bytes of all parameters, as this rank holds them."""
+        self.run.force_sync()
+        found = {f"own.{name}.{key}": casts.raw(memory_of(value)).copy() for name, key, value in self._owned()}
+        for name, param in self.run.ddp.module.named_parameters():
+            weight = weight_of(param) if name in self.run.weights else None
+            held = {"": casts.raw(param).copy()} if weight is None else casts.bytes_of(weight)
+            found |= {f"{name}.{key}": value for key, value in held.items()}
+        return found
+
+    def _owned(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for i, one in enumerate(self.own):
+            for j, param in enumerate(p for group in one.optimizer.param_groups for p in group["params"]):
+                yield f"{i}.{j}", "master", param
+                yield from ((f"{i}.{j}", key, value) for key, value in one.optimizer.state[param].items())
+
+
+def _dicts(state: dict[Any, Any]) -> list[Any]:
+    return [value for key, value in state.items() if isinstance(key, int)]
+
+
+def _first(buckets: dict[Any, Any]) -> Any:
+    return next(iter(buckets.values()))
+
+
+if not WHY_NOT:
+    from megatron.core import dist_checkpointing
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def checkpoint_metadata(kind: str) -> dict[str, Any]:
+    """The metadata of a sharding type, gathered over gloo, since NCCL's way asks for CUDA."""
+    return {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": True}
+
+
+def checkpoint_content(run: Run, is_loading: bool, kind: str) -> dict[str, Any]:
+    model = run.ddp.module.sharded_state_dict(metadata=checkpoint_metadata(kind))
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=checkpoint_metadata(kind))
+    return integration.dequantize_({"model": model, "optimizer": optimizer}, is_loading)
+
+
+def save_checkpoint(run: Run, folder: str, kind: str) -> None:
+    """Save as a training loop does."""
+    run.force_sync()
+    with mock.patch.dict(vars(multiprocessing.current_process())["_config"], daemon=False):  # the host forks to write
+        dist_checkpointing.save(checkpoint_content(run, False, kind), folder)
+
+
+def load_checkpoint(run: Run, folder: str, kind: str) -> None:
+    """Load as a resumed run does."""
+    state = dist_checkpointing.load(checkpoint_content(run, True, kind), folder)
+    run.ddp.module.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+
+
+def _state(run: Run) -> State:
+    return {"master": run.masters(), "exp_avg": run.moments("exp_avg"), "exp_avg_sq": run.moments("exp_avg_sq")}
+
+
+def saved(case: Case, folder: str, kind: str) -> State:
+    """Trained and saved: masters and moments."""
+    with case.host():
+        run, _ = build_attached(case)
+        for number in range(case.steps):
+            run.step(number)
+        save_checkpoint(run, folder, kind)
+        return _state(run)
+
+
+def check_loaded(case: Case, folder: str, kind: str, written: State, rounding: float = 0.0) -> None:
+    """Another run loads what was written after three steps. No byte is stale then, nor after two more steps.
+
+    `rounding` is that of moments, relative to the largest of a parameter.
+    """
+    with case.host():
+        run, _ = build_attached(case)
+        load_checkpoint(run, folder, kind)
+        state = _state(run)
+        for key, whole in written.items():
+            for name, tensor in whole.items():
+                bound = 0.0 if key == "master" else float(tensor.abs().max()) * rounding
+                assert float((state[key][name] - tensor).abs().max()) <= bound, (key, name)
+        assert _steps(run) == {3.0} and not run.stale_bytes()
+        for number in range(2):
+            run.step(number)
+        run.force_sync()
+        assert not run.stale_bytes()
+
+
+def _steps(run: Run) -> set[float]:
+    """Return the numbers of steps, which torch's Adam counts by parameter, and a fused one by group."""
+    inner = [one.optimizer for one in run.optimizer.chained_optimizers]
+    states = [state for one in inner for state in one.state.values() if "step" in state]
+    return {float(held["step"]) for held in states or [group for one in inner for group in one.param_groups]}
+
+
+def resume_afresh(kind: str, folder: str, sharding: str) -> None:
+    """A model of a kind that is saved, and resumed with a fresh initialisation, is as the run that went on."""
+    formats = {"frozen plain": "other half", "frozen quantized": "frozen"}.get(kind, NARROW)
+    case = Case(formats, kind=kind)
+    with case.host():
+        (straight, _), (resumed, attachment) = build_attached(case), build_attached(replace(case, seed=8))
+        for number in range(2):
+            straight.step(number)
+        save_checkpoint(straight, folder, sharding)
+        load_checkpoint(resumed, folder, sharding)
+        for number in range(2):
+            straight.step(number)
+            resumed.step(number)
+        assert zerocast.verify(attachment).ok
+        casts.assert_same_bytes(_read(resumed), _read(straight))
+
+
+def _read(run: Run) -> casts.Bytes:
+    """All that a step reads: masters of this rank, bytes of weights, plain parameters and buffers."""
+    module, found = run.ddp.module, {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        own = own_buffers(tensor) if isinstance(tensor, QuantizedWeight) else {"": tensor}
+        found |= {f"{name}.{buffer}": casts.raw(value) for buffer, value in own.items()}
+    for at, one in enumerate(distributed_optimizers(run.optimizer)):
+        masters = [master for share in shares(one) for _, master, _, _ in share.masters()]
+        found |= {f"master {at} {number}": casts.raw(master) for number, master in enumerate(masters)}
+    return found
+
+
+def resume(case: Case, kind: str) -> None:
+    """All that a resumed run holds equals an uninterrupted run's. No byte is stale right after loading, nor in the end."""
+    box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    with case.host():
+        (straight, _), (resumed, _) = build_attached(case), build_attached(case)
+        for number in range(case.steps):
+            straight.step(number)
+        save_checkpoint(straight, box[0], kind)
+        load_checkpoint(resumed, box[0], kind)
+        assert not resumed.stale_bytes()
+        for number in range(case.steps, case.steps + 2):
+            straight.step(number)
+            resumed.step(number)
+        straight.force_sync()
+        resumed.force_sync()
+        assert not resumed.stale_bytes()
+        if dist.get_rank() == 0:
+            shutil.rmtree(box[0])
+        casts.assert_same_bytes(_held(resumed), _held(straight))
+
+
+def _held(run: Run) -> casts.Bytes:
+    """Masters, and every buffer of quantized weights: codes, scales, amax histories."""
+    found = {name: casts.raw(master) for name, master in run.masters().items()}
+    for name, weight in run.weights.items():
+        held = ranks_host.te_bytes_of(weight)[1] if name in run.te_tensors else casts.bytes_of(weight)
+        found |= {f"{name}.{buffer}": value for buffer, value in held.items()}
+    return found

@@ -6,19 +6,15 @@ The runs of accelerate, Fabric and Lightning then repeat by hand what their mode
 `-m tests.trainers.runs TRAINER REPORT` asks for the answers to gradients that are not reduced: (what was said, what was expected).
 """
 
-import contextlib
 import copy
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
@@ -388,26 +384,6 @@ def lightning_unreduced() -> Said:
         return error_of(lambda: trainer.fit(Module(weights), batches()))
 
     return [(fit(True), UNREDUCED), (fit(False), "")]
-
-
-_PACKAGES = ("accelerate", "lightning", "peft", "transformers")
-_MISSING = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-WHY_NOT = f"{', '.join(_MISSING)} not installed: make hosts readers" if _MISSING else ""
-
-
-@contextlib.contextmanager
-def host_on_cpu() -> Iterator[None]:
-    """Restore the environment and the process group, which Fabric makes and keeps. Trainers need no stand-in on the CPU."""
-    from accelerate.state import AcceleratorState
-
-    ours = not dist.is_initialized()
-    with mock.patch.dict(os.environ):
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            if ours and dist.is_initialized():
-                dist.destroy_process_group()
 
 
 UNREDUCED_RUNS: dict[str, Callable[[], Said]] = {

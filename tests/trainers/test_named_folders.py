@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainers.runs import WHY_NOT, Seen, host_on_cpu
+from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
+from tests.trainers.runs import Seen
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 

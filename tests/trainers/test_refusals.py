@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import zerocast
-from tests.trainers.runs import WHY_NOT, Seen, batches, host_on_cpu
+from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
+from tests.trainers.runs import Seen, batches
 from tests.workers import error_of
 from zerocast.integrations import zero_run
 
