@@ -94,9 +94,9 @@ wheel-kernels: $(VENV)/.dev
 hosts-table: $(VENV)/.dev
 	$(BIN)/python -m tests.hosts.record
 
-# The table of docs/notices.md, from the marks of the tests (tests/notices.py).
+# The table of docs/notices.md, from the marks of the tests (tests/test_notices.py).
 notices: $(VENV)/.dev
-	$(BIN)/python -m tests.notices
+	$(BIN)/python -m tests.test_notices
 
 # What exports accept of every causal family of transformers (tests/serve/families.py).
 families: readers

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import casts, devices
-from tests.sharded import POISON, Weight
+from tests.casts import POISON, Weight
 from zerocast import get_format
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.backends.reference.codec import round_nominal

@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests import devices
-from tests.casts import CONTENTS, FORMATS, NOMINAL
-from tests.sharded import Cut, Weight
+from tests.casts import CONTENTS, FORMATS, NOMINAL, Cut, Weight
 from zerocast import get_format
 from zerocast.backends import extension
 from zerocast.formats.layout import matrix_shape

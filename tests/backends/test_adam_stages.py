@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests import casts, devices, strategies
 from tests.backends.test_adam_update import scalars
-from tests.sharded import Weight
+from tests.casts import Weight
 from tests.stages import Bench
 from zerocast import get_format
 from zerocast.backends import reference

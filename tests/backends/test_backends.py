@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts, devices, strategies
-from tests.casts import bit_patterns
-from tests.sharded import POISON, Sharded, Weight, expected
+from tests.casts import POISON, Sharded, Weight, bit_patterns, expected_of_shards
 from tests.stages import STAGES, Bench, row, table
 from zerocast import CastPlan, get_format
 from zerocast.distributed.group import ONE_PROCESS
@@ -80,7 +79,7 @@ def test_spans_that_begin_late(backend_anywhere: str, fmt: str) -> None:
         plan.cast()
         plan.post_all_gather()
         found = casts.bytes_of(sharded.weights[0])
-        casts.assert_same_bytes(found, expected(weight), f"{fmt} from {start} on")
+        casts.assert_same_bytes(found, expected_of_shards(weight), f"{fmt} from {start} on")
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "identity"])

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests import casts, sharded
+from tests import casts
+from tests.casts import Cut, Outcome, Sharded, Weight
 from tests.observed import Dispatched
-from tests.sharded import Cut, Outcome, Sharded, Weight
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
 
@@ -117,4 +117,4 @@ def test_the_two_calls_of_a_host(manual: bool) -> None:
                     weight.read(columnwise=True, dtype=torch.float32)
     rank = dist.get_rank()
     outcome = Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
-    sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=1)
+    casts.assert_unsharded(outcome, cases, f"rank {rank}", step=1)

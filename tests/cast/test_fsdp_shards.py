@@ -8,9 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import casts, sharded
+from tests import casts
+from tests.casts import POISON, Sharded, Weight
 from tests.selection import examples_on
-from tests.sharded import POISON, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks
 from zerocast import CastPlan
@@ -42,7 +42,7 @@ def check(ranks: Ranks, cases: tuple[Weight, ...], backend: str | None = None) -
     """Check that each shard holds its bytes of the unsharded cast."""
     for rank, found in enumerate(ranks(len(cases[0].spans))(cast_into_shards, cases, backend)):
         for case, (first, storages, weight) in zip(cases, found, strict=True):
-            expected = sharded.expected(case)
+            expected = casts.expected_of_shards(case)
             for name, storage in zip(("rowwise_data", "columnwise_data"), storages, strict=False):
                 inner = storage[GUARD : len(storage) - GUARD]
                 casts.assert_same_bytes(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests import casts, stages
 from tests.backends.test_adam_update import scalars
+from tests.casts import Outcome, Sharded, Weight
 from tests.observed import Dispatched, HostTraffic
 from tests.selection import examples_on
-from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, get_format

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import casts, sharded
-from tests.casts import lcg_matrix
-from tests.sharded import Outcome, Weight
+from tests import casts
+from tests.casts import Outcome, Weight, lcg_matrix
 from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify
 from zerocast.backends import ops
@@ -87,7 +86,7 @@ def cast_and_gather(
     handed, and the backends that had any.
     """
     with apart(piece, mixed) as found:
-        outcome = sharded.cast_and_gather(cases, DEVICE, steps)
+        outcome = casts.cast_and_gather(cases, DEVICE, steps)
         return outcome, found.shared, {name for name, storages in found.of.items() if storages}
 
 
@@ -95,7 +94,7 @@ def compare_with_the_device(cases: tuple[Weight, ...], piece: int) -> None:
     """Check that buffers are those of masters on the device after three casts, of which the second is skipped.
     Delayed scales and histories are among them.
     """
-    pairs = [sharded.Sharded(cases, dist.get_rank()) for _ in range(2)]
+    pairs = [casts.Sharded(cases, dist.get_rank()) for _ in range(2)]
     plans = [CastPlan(pairs[0].weights, pairs[0].masters, pairs[0].starts, backend=DEVICE)]
     with apart(piece):
         plans.append(CastPlan(pairs[1].weights, pairs[1].masters, pairs[1].starts, backend=DEVICE))
@@ -117,10 +116,10 @@ GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 @pytest.mark.parametrize(("piece", "mixed"), [(330, False), (1 << 22, False), (1 << 22, True)])
 def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
     """Casts are right with all masters on the host, and with every other one if `mixed`."""
-    cases = sharded.every_format(world, seed)
+    cases = casts.every_format(world, seed)
     found = ranks(world)(cast_and_gather, cases, piece, 1, mixed)
     for rank, (outcome, shared, backends) in enumerate(found):
-        sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
+        casts.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
         assert shared == 0
         assert backends == {DEVICE, HOST}
 
@@ -133,13 +132,13 @@ def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
         for seed, fmt in enumerate(("nvfp4", "mxfp4", "fp8_current"))
     )
     for outcome, shared, _ in ranks(3)(cast_and_gather, cases, piece, 2):
-        sharded.assert_unsharded(outcome, cases, "gaps", step=1)
+        casts.assert_unsharded(outcome, cases, "gaps", step=1)
         assert shared == 0
 
 
 @on_ranks(1, 3)
 def test_skips_and_histories(world: int, seed: int) -> None:
-    compare_with_the_device(sharded.every_format(world, seed), 1000)
+    compare_with_the_device(casts.every_format(world, seed), 1000)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
@@ -151,7 +150,7 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
     for on_host in (True, False):
         weight = QuantizedWeight.empty((32, 64), fmt)
         dtype = weight.rowwise_data.dtype
-        parts = [torch.full((700,), sharded.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
+        parts = [torch.full((700,), casts.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
         storage = (parts[0], parts[1]) if fmt == "mxfp8" else parts[0]
         with apart(100), mock.patch.object(partition, "is_on_cpu", return_value=on_host):
             plan = CastPlan(
@@ -159,7 +158,7 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
             )
             plan.cast()
             for part in parts:
-                part.data = torch.full_like(part, sharded.POISON)
+                part.data = torch.full_like(part, casts.POISON)
             plan.cast()
         found.append(torch.cat(parts).view(torch.uint8))
     assert torch.equal(*found)

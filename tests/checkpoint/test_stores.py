@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import zerocast
 from tests import casts
-from tests.checkpoint import plain_store
+from tests.checkpoint import storage
 from tests.checkpoint.crash.saves import Folder, value
-from tests.checkpoint.plain_store import PlainStore, going_away
+from tests.checkpoint.storage import PlainStore, store_going_away
 from tests.serve.test_export import read as read_export
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroAdamW, optim
@@ -59,7 +59,7 @@ def memory() -> Iterator[str]:
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     """The folder that plain:// URLs refer to."""
-    plain_store.register(tmp_path)
+    storage.register_plain_store(tmp_path)
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_commands_take_urls(memory: str, tmp_path: Path, capsys: pytest.CaptureF
 
 def resumed(folder: str, saved: list[int], steps: int) -> tuple[list[int], str]:
     """Go on from the last checkpoint, and save after these steps."""
-    plain_store.register(folder)
+    storage.register_plain_store(folder)
     run = Training()
     with Checkpoints(URL, keep=2) as checkpoints:
         first = checkpoints.load(run.optimizer, model=run.model) if checkpoints.steps() else 0
@@ -107,7 +107,7 @@ def test_a_resume_without_renames_is_the_run(ranks: Ranks, tmp_path: Path, world
 
 
 def loaded(folder: str) -> dict[str, str]:
-    plain_store.register(folder)
+    storage.register_plain_store(folder)
     run = Training()
     Checkpoints(URL).load(run.optimizer)
     return {name: casts.sha(tensor) for name, tensor in optim.full_state_dict(run.model, run.optimizer).items()}
@@ -149,13 +149,13 @@ def test_the_store_goes_away_at_any_change(tmp_path: Path, name: str) -> None:
     """The checkpoints of before are left, or those with the new one once its marker is gone; the next saves work."""
     case, before = STORED[name], tmp_path / "before"
     before.mkdir()
-    plain_store.register(before)
+    storage.register_plain_store(before)
     case.prepare(before)
 
     def interrupted(root: Path, after: int | None, leaves_half: bool) -> str:
         shutil.copytree(before, root)
-        plain_store.register(root)
-        with going_away(after, leaves_half):
+        storage.register_plain_store(root)
+        with store_going_away(after, leaves_half):
             return error_of(lambda: case.save(root, str))
 
     assert interrupted(tmp_path / "whole", None, False) == ""
@@ -189,8 +189,8 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 def test_the_store_goes_away_during_an_export(tmp_path: Path, leaves_half: bool) -> None:
     """The export is whole or has no index, and the next one takes its place."""
     model = Training().model
-    plain_store.register(tmp_path / "whole")
-    with going_away(None, False):
+    storage.register_plain_store(tmp_path / "whole")
+    with store_going_away(None, False):
         files = export_safetensors(model, URL, "modelopt", 500)
         changes = list(PlainStore.changes)
     assert changes[0] == "write .zerocast-writer" and len(changes) == len(files) + 2 > 5
@@ -200,8 +200,8 @@ def test_the_store_goes_away_during_an_export(tmp_path: Path, leaves_half: bool)
     assert tensors_of(tmp_path / "whole" / "runs" / "one") == wanted
     for after in range(len(changes)):
         root = tmp_path / str(after)
-        plain_store.register(root)
-        with going_away(after, leaves_half):
+        storage.register_plain_store(root)
+        with store_going_away(after, leaves_half):
             said = error_of(lambda: export_safetensors(model, URL, "modelopt", 500))
         assert "the store is gone" in said
         index = root / "runs" / "one" / "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.checkpoint.files import names_in
+from tests.checkpoint.storage import names_in
 from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import writer
 from zerocast.checkpoint.whole_folder import MARKER, WholeFolder

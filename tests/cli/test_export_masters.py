@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerocast
-from tests.checkpoint.files import SOURCES, new_values
+from tests.checkpoint.storage import SOURCES, new_values
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.serve.test_export import compressed, deepseek

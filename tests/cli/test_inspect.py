@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import casts
-from tests.checkpoint.files import SOURCES
+from tests.checkpoint.storage import SOURCES
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from zerocast import QuantizedWeight, get_format, optim

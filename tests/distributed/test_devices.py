@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import zerocast
 from tests import accelerator, casts
+from tests.casts import Outcome, Sharded, Weight, assert_unsharded, every_format
 from tests.fsdp2 import models, test_tensor_parallel
 from tests.hosts import under_test
 from tests.nccl import test_fsdp2, test_optimizer
 from tests.optim import runs
-from tests.sharded import Outcome, Sharded, Weight, assert_unsharded, every_format
 from tests.workers import Ranks
 from zerocast import CastPlan, metrics
 from zerocast.export import export_safetensors

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerocast
 from tests import casts
-from tests.checkpoint.files import SOURCES, new_values
+from tests.checkpoint.storage import SOURCES, new_values
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.workers import Ranks, on_ranks

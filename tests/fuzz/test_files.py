@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests import casts
-from tests.checkpoint.files import SOURCES, new_values
+from tests.checkpoint.storage import SOURCES, new_values
 from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot

@@ -224,7 +224,7 @@ def _filled(run: Run, value: float, dtype: torch.dtype = torch.bfloat16) -> dict
 
 @contextlib.contextmanager
 def _checkpoints_of_muon() -> Iterator[None]:
-    """Inside, runs of `checkpoints` are of this host, whose matrices have no moments of Adam."""
+    """Inside, saved and resumed runs are of this host, whose matrices have no moments of Adam."""
     state = mock.patch.object(training, "_state", lambda run: {"master": run.masters()})
     with muon_in_the_host(), mock.patch.object(training, "build_attached", build_attached), state:
         yield

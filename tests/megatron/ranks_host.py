@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import casts
+from tests.casts import Weight
 from tests.megatron.host_on_cpu import WHY_NOT, host_memory, host_on_cpu
-from tests.sharded import Weight
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import WITH_GPU
 from tests.transformer_engine.host_on_cpu import host_on_cpu as te_on_cpu

@@ -27,7 +27,7 @@ RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 
 def train(*flags: str, **options: Any) -> Left:
-    """A run of `installing.train` by Muon."""
+    """A run of `pretraining.train` by Muon."""
     with muon_in_the_host():
         return pretraining.train(*MUON, *flags, **options)
 

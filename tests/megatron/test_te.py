@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests import casts
+from tests.casts import Weight
 from tests.megatron import attaching, ranks_host
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.ranks_host import host
@@ -26,7 +27,6 @@ from tests.megatron.training import (
     wrap,
 )
 from tests.selection import worlds
-from tests.sharded import Weight
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks, on_ranks
@@ -63,14 +63,14 @@ def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
 
 @on_ranks(2)
 def test_tensors_of_two_formats_are_refused() -> None:
-    """Tensors of 1x32 blocks are in `installing.CASES`."""
+    """Tensors of 1x32 blocks are in `pretraining.CASES`."""
 
     def parameter(fmt: str, value: torch.Tensor, device: torch.device) -> Any:
         case = Weight(fmt, tuple(value.shape), ((0, value.numel()),), value.dtype)
         return nn.Parameter(tensors.hybrid(case, case))
 
     said = "layers.0.weight: a HybridQuantizedTensor has codes of two formats"
-    hybrid = mock.patch.object(ranks_host, "parameter", parameter)
+    hybrid = mock.patch.object(ranks_host, "te_parameter", parameter)
     with host(ALL_LAYERS), hybrid, pytest.raises(ValueError, match=said):
         build_attached(Case("fp8_current", te="0"))
 

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import sharded
-from tests.casts import FORMATS
+from tests import casts
+from tests.casts import FORMATS, every_format
 from tests.devices import gpu_params, gpus
-from tests.sharded import every_format
 from tests.strategies import models
 
 pytestmark = gpus(2)
@@ -20,9 +19,9 @@ CASE_SECONDS = 120.0  # the first one compiles Triton's kernels
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_format_in_one_plan(gpu_ranks, world, backend, seed):
     cases = every_format(world, seed)
-    outcomes = gpu_ranks(world)(sharded.cast_and_gather, cases, backend, 1, "cuda", timeout=CASE_SECONDS)
+    outcomes = gpu_ranks(world)(casts.cast_and_gather, cases, backend, 1, "cuda", timeout=CASE_SECONDS)
     for rank, outcome in enumerate(outcomes):
-        sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
+        casts.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -30,6 +29,6 @@ def test_every_format_in_one_plan(gpu_ranks, world, backend, seed):
 @given(data=st.data())
 def test_any_cut_of_any_mix(gpu_ranks, world, data):
     cases = data.draw(models(world))
-    outcomes = gpu_ranks(world)(sharded.cast_and_gather, cases, None, 1, "cuda", timeout=CASE_SECONDS)
+    outcomes = gpu_ranks(world)(casts.cast_and_gather, cases, None, 1, "cuda", timeout=CASE_SECONDS)
     for rank, outcome in enumerate(outcomes):
-        sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
+        casts.assert_unsharded(outcome, cases, f"rank {rank} of {world}")

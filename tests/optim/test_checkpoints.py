@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
-from tests.checkpoint.files import FEW, names_in, save_few
+from tests.checkpoint.storage import FEW, names_in, save_few
 from tests.optim.runs import OVERLAP, Run, Trainer, refused, snapshot
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks

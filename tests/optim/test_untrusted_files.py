@@ -1,7 +1,6 @@
 """Checkpoints from strangers: reading one runs nothing that it carries, on one rank or several, and changes nothing."""
 
 import hashlib
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
-from tests.checkpoint.files import FEW
+from tests.checkpoint.storage import FEW, MakesAFolder
 from tests.optim.runs import Trainer, snapshot
 from tests.workers import error_of
 from zerocast import optim
 from zerocast.checkpoint import manifest
-
-
-class Runs:
-    """An object whose unpickling creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def saved(path: Path) -> None:
@@ -37,7 +26,7 @@ def saved(path: Path) -> None:
 def plant_beside_metadata(path: Path, trap: Path, planted: Any = None) -> None:
     """Write good metadata with an object in it."""
     metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.planner_data = planted or Runs(trap)
+    metadata.planner_data = planted or MakesAFolder(trap)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -57,7 +46,7 @@ def plant_in_tensors(path: Path, trap: Path) -> None:
     """Write code in place of a tensor's bytes."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     index, place = next((i, p) for i, p in metadata.storage_data.items() if i.fqn == "model.nv")
-    code = pickle.dumps(Runs(trap))
+    code = pickle.dumps(MakesAFolder(trap))
     file = path / place.relative_path
     content = bytearray(file.read_bytes())
     content[place.offset : place.offset + place.length] = code.ljust(place.length, b"\0")
@@ -68,7 +57,7 @@ def plant_in_tensors(path: Path, trap: Path) -> None:
 def plant_an_object(path: Path, trap: Path) -> None:
     """Save a pickled object under the name of a tensor."""
     names = list(Trainer(FEW).optimizer.state_dict()["model"])
-    state = {f"model.{name}": Runs(trap) for name in names}
+    state = {f"model.{name}": MakesAFolder(trap) for name in names}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
 
 

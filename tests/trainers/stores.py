@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import zerocast
-from tests.checkpoint import plain_store
+from tests.checkpoint import storage
 from tests.trainers.runs import ranks
 from tests.workers import error_of
 from zerocast.integrations import zero_run
@@ -156,7 +156,7 @@ def fabric(folder: Path) -> Found:
 
 if __name__ == "__main__":
     name, folder, report = sys.argv[1:]
-    plain_store.register(folder)
+    storage.register_plain_store(folder)
     found = globals()[name](Path(folder))
     Path(f"{report}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""TransformerEngine's tensors of the cases in tests/sharded.py, Hybrid ones of two cases too: their bytes by zerocast's names, and
+"""TransformerEngine's tensors of the cases in tests/casts.py, Hybrid ones of two cases too: their bytes by zerocast's names, and
 their casts and gathers on a rank. For inside `host_on_cpu()`.
 """
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import casts, sharded
-from tests.sharded import POISON, Gathered, Outcome, Weight
+from tests import casts
+from tests.casts import POISON, Gathered, Outcome, Weight
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from zerocast import get_format
 from zerocast.distributed.group import Group
@@ -123,7 +123,7 @@ def buffers(weight: Any) -> dict[str, Tensor]:
 
 def expected(case: Weight, **options: Any) -> casts.Bytes:
     """The unsharded cast, with codes by columns where TransformerEngine has a name for them too."""
-    return with_shared_codes(case.fmt, sharded.expected(case, **options))
+    return with_shared_codes(case.fmt, casts.expected_of_shards(case, **options))
 
 
 def with_shared_codes(fmt: str, cast: casts.Bytes) -> casts.Bytes:

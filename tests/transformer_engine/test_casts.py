@@ -5,9 +5,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests import casts, sharded
+from tests import casts
+from tests.casts import Weight
 from tests.selection import worlds
-from tests.sharded import Weight
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.transformer_engine.tensors import HELD
@@ -28,7 +28,7 @@ def largest(case: Weight, steps: int) -> NDArray[np.uint8]:
 @pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
 def test_every_format_in_one_call(ranks: Ranks, world: int, seed: int) -> None:
     """Every rank holds the bytes of the unsharded cast after two casts."""
-    cases = sharded.every_format(world, seed, HELD)
+    cases = casts.every_format(world, seed, HELD)
     for rank, outcome in enumerate(ranks(world)(tensors.cast_and_gather, cases, 2, "cpu", True)):
         assert not outcome.complaints
         for case, found in zip(cases, outcome.steps[-1], strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests import casts, sharded
+from tests import casts
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.transformer_engine.tensors import NUMEL, SHAPE, TILES, Casting, buffers, bytes_of, weights_of
@@ -183,7 +183,7 @@ def test_delayed_scaling_is_left_to_the_host(before: tuple[float, float]) -> Non
     casting.cast()
     casting.gather()
     assert np.array_equal(history, around) and float(weight._quantizer.scale) == 4.0
-    wanted = sharded.expected(case, scale=4.0)
+    wanted = casts.expected_of_shards(case, scale=4.0)
     casts.assert_same_bytes(bytes_of(weight), {name: wanted[name] for name in ("rowwise_data", "rowwise_scale_inv")})
 
 
@@ -194,7 +194,7 @@ def test_shards_may_be_tensors_of_transformer_engine() -> None:
     here, shards = Casting(cases), Casting(cases)
     here.cast(0, shards.tensors)
     for case, found in zip(cases, shards.bytes(), strict=True):
-        expected = sharded.expected(case)
+        expected = casts.expected_of_shards(case)
         names = [name for name in ("rowwise_data", "columnwise_data") if name in found]
         casts.assert_same_bytes(found, {name: expected[name] for name in names}, str(case))
     here, shards = Casting(weights_of(TILES)), Casting(weights_of(TILES))
@@ -224,5 +224,5 @@ def test_redirected_names_lead_here_and_back() -> None:
         assert classes.cast_master_weights_to_fp8 is integration().cast_master_weights_to_fp8
         assert classes.replace_raw_data is theirs.replace_raw_data is integration().replace_raw_data
         raise KeyError
-    casts.assert_same_bytes(bytes_of(here.tensors[0]), sharded.expected(here.cases[0]))
+    casts.assert_same_bytes(bytes_of(here.tensors[0]), casts.expected_of_shards(here.cases[0]))
     assert [vars(classes), vars(theirs)] == before

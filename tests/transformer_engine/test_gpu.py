@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
-from tests import casts, devices, sharded
-from tests.sharded import Weight
+from tests import casts, devices
+from tests.casts import Weight
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.transformer_engine.tensors import Casting, bytes_of
@@ -244,7 +244,7 @@ def test_every_format_on_a_gpu(gpu_ranks: Ranks, world: int) -> None:
     for outcome in gpu_ranks(world)(tensors.cast_and_gather, drawn, 1, "cuda", timeout=300.0):
         assert not outcome.complaints
         for case, found in zip(drawn, outcome.steps[0], strict=True):
-            expected = sharded.expected(case)
+            expected = casts.expected_of_shards(case)
             casts.assert_same_bytes(found, {name: expected[name] for name in expected if name in found}, str(case))
 
 
@@ -253,7 +253,7 @@ def test_the_host_makes_the_copies_by_default(gpu_ranks: Ranks) -> None:
     drawn = cases(1, ("fp8_delayed", "fp8_current", "fp8_block", "nvfp4"))
     (found,) = gpu_ranks(1)(host_makes_copies, drawn)
     for case, held in zip(drawn, found, strict=True):
-        expected = sharded.expected(case)
+        expected = casts.expected_of_shards(case)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data")
         casts.assert_same_bytes(held, {name: expected[name] for name in names}, str(case))
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import casts, sharded
-from tests.sharded import POISON, Weight
+from tests import casts
+from tests.casts import POISON, Weight
 from tests.strategies import cuts
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
@@ -35,7 +35,7 @@ def test_both_directions_from_a_whole_master(rowwise: str, columnwise: str) -> N
     found = tensors.cast(weight, both[0].master().view(-1), 0)
     integration().post_all_gather_processing(weight)
     for one, held, transposed in zip(both, found, (False, True), strict=True):
-        expected = sharded.expected(one)
+        expected = casts.expected_of_shards(one)
         names = ["rowwise_scale_inv"] if one.fmt != "identity" else []
         names.append("columnwise_data" if transposed and one.fmt != "identity" else "rowwise_data")
         casts.assert_same_bytes(held, {name: expected[name] for name in names}, f"{rowwise} | {columnwise}")
@@ -60,7 +60,7 @@ def test_codes_in_a_transpose_from_masters_cut_anywhere(ranks: Ranks, world: int
     shape = data.draw(st.sampled_from([(5, 7), (32, 96), (1, 9), (9, 1), (3, 4, 5)]))
     fmt = data.draw(st.sampled_from(["fp8_current", "fp8_delayed"]))
     one = Weight(fmt, shape, data.draw(cuts(shape, world)), torch.bfloat16, "normal")
-    whole = sharded.expected(one)["columnwise_data"]
+    whole = casts.expected_of_shards(one)["columnwise_data"]
     rows = np.arange(whole.size).reshape(-1, shape[-1])
     for rank, found in enumerate(ranks(world)(by_columns, one)):
         start, stop = one.spans[rank]
@@ -97,7 +97,7 @@ def test_what_would_go_stale() -> None:
 def test_shards() -> None:
     """A Hybrid shard takes both directions of a part; codes of a shard do not lie side by side in a transpose."""
     weight, part = (tensors.hybrid(case("fp8_current"), case("identity")) for _ in range(2))
-    expected = [sharded.expected(case(fmt))["rowwise_data"] for fmt in ("fp8_current", "identity")]
+    expected = [casts.expected_of_shards(case(fmt))["rowwise_data"] for fmt in ("fp8_current", "identity")]
     tensors.cast(weight, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[part])
     for direction, wanted in zip((part._rowwise_storage, part._columnwise_storage), expected, strict=True):
         casts.assert_same_bytes(tensors.codes_of(direction), {"rowwise_data": wanted})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import casts, sharded
+from tests import casts
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.transformer_engine.tensors import NUMEL, TILES, Casting, weights_of
 from tests.workers import on_ranks
@@ -191,5 +191,5 @@ def test_what_is_wrong_in_a_later_call_raises_on_all() -> None:
         cast(([other_part], [start]) if is_wrong else right)
     cast(right)
     owned = slice(*case.spans[here.rank])
-    found, expected = here.bytes()[0], sharded.expected(case)
+    found, expected = here.bytes()[0], casts.expected_of_shards(case)
     assert (found["rowwise_data"][owned] == expected["rowwise_data"][owned]).all()

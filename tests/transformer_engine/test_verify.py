@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.sharded import Weight
+from tests.casts import Weight
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.transformer_engine.tensors import NUMEL, SHAPE, TILES, Casting, buffers, hybrid, weights_of
 from tests.workers import on_ranks

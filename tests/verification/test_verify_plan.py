@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zerocast
 from tests import casts
 from tests.cast.test_collectives import SHAPE, cut, every_format
-from tests.sharded import Sharded
+from tests.casts import Sharded
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, VerificationError, verify
 

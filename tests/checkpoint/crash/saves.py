@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.checkpoint.crash.disk import Recorder
-from tests.checkpoint.files import names_in
+from tests.checkpoint.storage import names_in
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.files import FEW, SOURCES, new_values, save_few
+from tests.checkpoint.storage import FEW, SOURCES, new_values, save_few
 from tests.optim.runs import Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios

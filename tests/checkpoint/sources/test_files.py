@@ -1,7 +1,6 @@
 """Files of other programs: read piece by piece as what they hold, refused by name when they are damaged or carry code."""
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from tests.checkpoint.files import SOURCES, new_values
+from tests.checkpoint.storage import SOURCES, MakesAFolder, new_values
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.dcp import _METADATA_CLASSES, SafeReader, first_uneven
 from zerocast.checkpoint.sources.source import read_span
@@ -40,20 +39,10 @@ def test_pieces(tmp_path: Path, kind: str) -> None:
             assert torch.equal(read_span(source, front + name, cut), tensor.float().reshape(-1)[cut.start : cut.stop])
 
 
-class Runs:
-    """Makes a folder where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("archive", [True, False])
 def test_a_state_dict_that_carries_code(tmp_path: Path, archive: bool) -> None:
     path = tmp_path / "weights.pt"
-    state = {"w": torch.zeros(3), "hook": Runs(tmp_path / "trap")}
+    state = {"w": torch.zeros(3), "hook": MakesAFolder(tmp_path / "trap")}
     torch.save(state, path, _use_new_zipfile_serialization=archive)
     with pytest.raises(ValueError, match=r"weights\.pt is not a file of plain tensors: UnpicklingError"):
         open_source(path)

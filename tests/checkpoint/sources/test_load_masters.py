@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import zerocast
 from tests import casts
-from tests.checkpoint.files import SOURCES, new_values
+from tests.checkpoint.storage import SOURCES, new_values
 from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import ADAM, Run, Trainer, boxes, refused, snapshot, weight_bytes
