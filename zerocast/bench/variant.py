@@ -182,7 +182,7 @@ def _zero_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -
         quantize_(model, row.recipe)
     for block in model.blocks:
         compile_block(block)
-    config = ZeroConfig(grad_wire=row.variant.grad_wire, moment_dtype=row.variant.moment_dtype)
+    config = ZeroConfig(overlap_all_gather=True, grad_wire=row.variant.grad_wire, moment_dtype=row.variant.moment_dtype)
     optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=config)
     # The optimizer has made its masters from bf16 weights. The other variants start from FP32.
     load_masters(optimizer, initial)

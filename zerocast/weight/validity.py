@@ -219,7 +219,7 @@ class Validity:
         that these casts write. A step reads every weight several times, so this calls nothing.
         """
         writing = self._writing
-        is_idle = writing.thread is None and writing.broke_off is None and self.before_read is None
+        is_idle = writing.thread is None and writing.broke_off is None
         return is_idle and self.casts > 0 and self.has_masters and not self._prechecks[Use.READ] and not _debug_hooks
 
     def add_precheck(self, look: Callable[[Use], None], *uses: Use) -> None:

@@ -203,6 +203,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         state = self.state
         if not (state.has_master and state.validity.all_clean):
             self.check(Use.READ)
+        if state.validity.before_read is not None:
             self.wait()
         data = state.buffers["rowwise_data"]
         assert data is not None
