@@ -2,9 +2,12 @@
 
 import contextlib
 import itertools
+import sys
+from types import FrameType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +22,9 @@ from tests.workers import error_of, on_ranks
 from zerocast import VerificationError, fsdp2, verify
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.plan import ShardPlan
+from zerocast.weight import validity
 
 
 def trained(formats: tuple[str, ...]) -> Any:
@@ -56,6 +61,80 @@ def test_a_first_scale_that_is_not_found() -> None:
         for key in state
         if not torch.equal(state[key], saved[name][key])
     ] == []
+
+
+def interrupted_cast(at: int) -> tuple[bool, list[Any], str]:
+    """Press Ctrl-C at line number `at` of the functions that make a cast and count it.
+
+    Return whether there are so many lines, what the next forward pass gathers and that after another step, and the error of a
+    backward pass whose forward pass came before the cast.
+    """
+    model = models.sharded(Net((models.DELAYED,), 64, 96))
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter, _ in models.masters(model).values()]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            (parameter,) = optimizer.param_groups[0]["params"]
+            parameter.grad = -parameter.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gathered() -> list[Any]:
+        return [value for _, weight in models.unsharded(model) for value in models.bytes_of(weight).values()]
+
+    step()
+    loss = model(models.batch(0, 64)).float().square().mean()
+    step()
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and next(lines) == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace if frame.f_code in CAST_CODE else None
+
+    before, is_line = sys.gettrace(), False
+    sys.settrace(trace)
+    try:
+        models.forward(model)
+    except KeyboardInterrupt:
+        is_line = True
+    finally:
+        sys.settrace(before)
+    found, said = gathered(), error_of(loss.backward)
+    step()
+    return is_line, found + gathered(), said
+
+
+CAST_CODE = {
+    function.__wrapped__.__code__ if hasattr(function, "__wrapped__") else function.__code__
+    for function in (
+        CastManager.cast,
+        CastManager.finish_cast,
+        ShardPlan.run,
+        ShardPlan.done,
+        ShardPlan._count_cast,
+        validity.changed_together,
+    )
+}
+
+
+@pytest.mark.notices(
+    "Ctrl-C, or another exception, at any line of a cast",
+    where="FSDP2",
+    answer="the next forward pass casts again: delayed scaling moves on once, and weights count as changed",
+)
+@on_ranks(1)
+def test_a_cast_that_is_interrupted_is_made_once() -> None:
+    """Delayed scaling moves on by one step, wherever Ctrl-C comes, and weights count as changed."""
+    _, expected, refused = interrupted_cast(-1)
+    assert "the weights changed" in refused
+    for at in itertools.count():
+        is_line, found, said = interrupted_cast(at)
+        assert said == refused and all(map(np.array_equal, found, expected)), at
+        if not is_line:
+            break
+    assert at > 20
 
 
 @on_ranks(2)

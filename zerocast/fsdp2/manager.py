@@ -164,8 +164,15 @@ class CastManager:
         """
         repeat = self._due is not DueCast.NEXT
         self.plan.ready()
-        self.plan.run(repeat=repeat)
-        self.finish_cast(repeat)
+        due = self._due
+        try:
+            with self.plan.rollback():
+                self.plan.run(repeat=repeat)
+                self.finish_cast(repeat)
+        except BaseException:
+            # Delayed scaling has not moved on, so the next cast makes the same step of it.
+            self._due = due
+            raise
 
     def before_gather(self) -> None:
         """Cast if that is due. Called before each gather.

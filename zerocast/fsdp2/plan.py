@@ -171,14 +171,24 @@ class ShardPlan(Plan):
         self._caller.number = self.generation + 1
         self.forget_old_amaxes()
 
+    def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
+        # `CastManager.cast` undoes a cast that raises.
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def _writing(self, masters: bool) -> Iterator[None]:
-        # A cast that raises stays due, and the next gather casts first. So nothing reads partial
-        # bytes, and no transaction has to stay open.
+    def rollback(self) -> Iterator[None]:
+        """If the body raises, restore delayed scaling and the record of writes. Nothing reads the
+        bytes of a cast that has raised, since the next gather casts first.
+        """
+        written = self.written
         with contextlib.ExitStack() as stack:
             for group in self.cast_groups:
                 stack.enter_context(group.delayed.rollback())
-            yield
+            try:
+                yield
+            except BaseException:
+                self.written = self.written | written
+                raise
 
     def launch(
         self,
