@@ -138,7 +138,7 @@ OTHERS = (
     ),
     PrivateName("_ConvNd", "torch.nn.modules.conv", "raise on kernels of convolutions", "a public base class"),
     PrivateName("_opt_called", "", "schedulers know of a captured step", "a public mark"),
-    PrivateName("_optimizer_step_post_hooks", "", "the last hook of a step casts", "an order of hooks"),
+    PrivateName("_optimizer_step_post_hooks", "", "the first or last hook of a step casts", "an order of hooks"),
     PrivateName(
         "_disable_dynamo", "torch", "keep steps out of graphs", "torch.compiler.disable, once it imports no compiler"
     ),

@@ -106,6 +106,32 @@ def interrupted_cast(at: int) -> tuple[bool, list[Any], str]:
     return is_line, found + gathered(), said
 
 
+def a_hook_raises(raises: bool) -> list[Any]:
+    """Return what is gathered after three steps, the second of which had a hook that raised on one rank."""
+    model = models.sharded(Net((models.DELAYED,), 64, 96), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    for step in range(3):
+        model(models.batch(step, 64)).float().square().mean().backward()
+        if raises and step == 1 and dist.get_rank() == 1:
+            handle = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            handle.remove()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        models.forward(model)
+        found += [value for _, weight in models.unsharded(model) for value in models.bytes_of(weight).values()]
+    return found
+
+
+@on_ranks(2)
+def test_a_hook_of_the_user_raises_after_a_step() -> None:
+    """The masters are those of the step, so delayed scaling takes it too, on all ranks."""
+    assert all(map(np.array_equal, a_hook_raises(raises=True), a_hook_raises(raises=False)))
+
+
 CAST_CODE = {
     function.__wrapped__.__code__ if hasattr(function, "__wrapped__") else function.__code__
     for function in (

@@ -477,7 +477,7 @@ def watch_optimizers() -> None:
     """
     if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _optimizer_hooks.append(register_optimizer_step_post_hook(_after_step))
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_after_compiled_step))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -503,6 +503,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "weight that is listed twice is stepped twice"
         )
     for manager in managers:
+        _add_first_hook(optimizer)
         manager.check_trained(optimizer)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -531,3 +532,18 @@ def _propagate_partial_state(optimizer: Optimizer, managers: Iterable[CastManage
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for manager in managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
         manager.make_due(optimizer)
+
+
+def _add_first_hook(optimizer: Optimizer) -> None:
+    """Call `_after_step` before hooks of the user, of which one may raise after masters were
+    written.
+    """
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    if _after_step not in hooks.values():
+        hooks.move_to_end(optimizer.register_step_post_hook(_after_step).id, last=False)
+
+
+def _after_compiled_step(optimizer: Optimizer, *_: Any) -> None:
+    # A compiled step has run no `_before_step`, which adds the other hook.
+    if _after_step not in optimizer._optimizer_step_post_hooks.values():
+        _after_step(optimizer)
