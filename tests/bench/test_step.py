@@ -1,5 +1,6 @@
 """The benchmark of training steps: every variant trains the same model, and the report says what was measured."""
 
+import contextlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.workers import Ranks
 from zerocast import gemm
@@ -148,6 +149,26 @@ def test_micro_batches_train_as_one_batch_and_gather_once(ranks: Ranks) -> None:
             reduced["allreduce_"] += 8  # after no_sync, whether a rank has gradients left
         assert {name: once["wire_bytes"][name] for name in reduced} == reduced
     assert whole["tokens"] == regathered["tokens"] == 2 * 2 * 32
+
+
+class _Linear(nn.Module):
+    """A loss whose gradient is the mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.weight * inputs + targets).mean()
+
+
+def test_micro_batches_are_averaged() -> None:
+    """AdamW behind a clipping of norms steps the same with any multiple of a gradient, so SGD shows it here."""
+    model = _Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    training = variant.Training(model, optimizer, clip=lambda: None, no_sync=contextlib.nullcontext)
+    loss = training.step([torch.tensor([[2.0, 10.0]]), torch.tensor([[4.0, 30.0]])])
+    assert (loss.item(), model.weight.item()) == (20.0, -3.0)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block"])
