@@ -177,7 +177,7 @@ def test_a_product_that_does_not_read_the_weight_again() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_plan(split: bool) -> None:
-    """Several optimizers do not say which weights they have changed, so nothing is said of any."""
+    """One of several optimizers has changed the weights of its masters alone."""
     weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(2)]
     masters = [nn.Parameter(torch.randn(32 * 32)) for _ in weights]
     plan = CastPlan(weights, [master.detach() for master in masters], [0, 0], ONE_PROCESS)
@@ -187,13 +187,15 @@ def test_a_plan(split: bool) -> None:
     plan.cast()
     plan.post_all_gather()
     x = torch.randn(4, 32).bfloat16().requires_grad_()
-    loss = nn.functional.linear(x, weights[0]).float().sum()
+    first, last = (nn.functional.linear(x, weight).float().sum() for weight in weights)
     for master in masters:
         master.grad = torch.ones_like(master)
     optimizers[-1].step()
     plan.post_all_gather()
     with contextlib.nullcontext() if split else pytest.raises(RuntimeError, match=SAID):
-        loss.backward()
+        first.backward()
+    with pytest.raises(RuntimeError, match=SAID):
+        last.backward()
 
 
 def test_the_format_of_a_weight_without_graphs_changes() -> None:

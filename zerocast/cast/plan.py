@@ -31,7 +31,7 @@ from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, pop_deferred_error, train
 from zerocast.weight.state import WeightState
-from zerocast.weight.validity import InvalidWeights, Use, Validity
+from zerocast.weight.validity import InvalidWeights, Use, Validity, changed_together
 
 _state_of: Callable[[QuantizedWeight], WeightState] = operator.attrgetter("state")
 
@@ -438,11 +438,13 @@ class CastPlan(Plan):
         self._take_weights()
         return handle
 
-    def _cast_after_step(self) -> None:
+    def _cast_after_step(self, stepped: set[int | None]) -> None:
         self.cast()
         # Of several optimizers each has changed only some of the weights.
         if self._step_hooks.has_one_optimizer:
             self.validity.changed()
+        else:
+            changed_together([self.weights[index].state for index in self._step_hooks.stepped_here(stepped)])
 
     def claim(self, who: str) -> Claim:
         """Claim the weights that this plan casts for an owner, as long as the result is kept.

@@ -40,8 +40,9 @@ class StepHooks:
         self.partition, self._indices, self._group, self._owner = partition, indices, group, owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
-    def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
-        """Call `cast` after every step of the optimizer. Collective.
+    def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[set[int | None]], None]) -> RemovableHandle:
+        """Call `cast` with the storages that it may have written after every step of the
+        optimizer. Collective.
 
         Raises ValueError on every rank for an optimizer that updates none of the masters or that
         has this hook, and for weights that another owner writes.
@@ -105,6 +106,13 @@ class StepHooks:
                 "master_weights"
             )
 
+    def stepped_here(self, stepped: set[int | None]) -> list[int]:
+        """Return the indices of weights with a master on this rank that is in one of these
+        storages.
+        """
+        idle = self._without_step(stepped)
+        return [i for i in self._indices if self.partition.shards[i].master is not None and i not in idle]
+
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """Return the indices of weights whose masters are in none of these storages."""
         if None in stepped:
@@ -118,7 +126,9 @@ class _CastAfterStep:
     as long as the optimizer has the hook.
     """
 
-    def __init__(self, hooks: StepHooks, cast: Callable[[], None], claim: Claim, stepped: set[int | None]) -> None:
+    def __init__(
+        self, hooks: StepHooks, cast: Callable[[set[int | None]], None], claim: Claim, stepped: set[int | None]
+    ) -> None:
         self.hooks, self.cast, self.claim, self.stepped = hooks, cast, claim, stepped
         # The parameters of the optimizer at its last step. Others may take their place.
         self._parameters: list[Tensor] = []
@@ -128,7 +138,7 @@ class _CastAfterStep:
         if len(before) != len(self._parameters) or not all(map(operator.is_, before, self._parameters)):
             self.stepped = _stepped(optimizer)
             self.hooks.report_masters_without_step()
-        self.cast()
+        self.cast(self.stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:

@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # A cast writes the buffers below autograd. The version counter of the weight, which
             # `saved_tensors` compares, does not move, so the weight's own version is compared.
-            weight.state.validity.check_recorded(ctx.recorded)
+            weight.state.validity.check_recorded(ctx.recorded, weight.state.version)
             operands = gemm.module_of(ctx.path).quantize(grad, weight.format, gradient=True)
             grad_x = _multiplied(ctx.path, operands, grad, weight, offs, not ctx.columnwise, is_gradient=True)
         if ctx.needs_input_grad[1]:

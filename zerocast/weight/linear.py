@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
             if needs_x:
                 # A cast writes the buffers below autograd. The version counter of the weight, which
                 # `saved_tensors` compares, does not move, so the weight's own version is compared.
-                weight.state.validity.check_recorded(ctx.recorded)
+                weight.state.validity.check_recorded(ctx.recorded, weight.state.version)
                 matrix = weight if ctx.expert is None else weight.expert(ctx.expert)
                 grad_x = _multiplied(ctx.path, operands, grad, matrix, not ctx.columnwise, ctx.transposed, None)
             if ctx.quantized:

@@ -55,6 +55,7 @@ class WeightState:
             masters from it.
         is_part: True for buffers that a cast or a reader has of a larger weight. They may have any
             size, and the descriptor table or op that uses them checks the range that it accesses.
+        version: changes with the values of this weight, if other weights of its validity stay.
         choices: decisions for the current storage: the GEMM path, and the inner tensors that a
             compiled function is given. Cleared whenever buffers move or change.
     """
@@ -74,6 +75,7 @@ class WeightState:
     host_casts_gradient: bool = False
     initial: Tensor | None = None
     is_part: bool = False
+    version: int = -1
     choices: dict[Hashable, Any] = field(default_factory=dict)
     # (rows, columns) with leading dimensions folded into the rows.
     matrix_shape: Block = field(init=False)
@@ -146,7 +148,7 @@ class WeightState:
         """Return the validity and its version, which a forward pass saves for `check_recorded`;
         None while a compiler traces, since a graph would hold the number as a constant.
         """
-        return None if torch.compiler.is_compiling() else (self.validity, self.validity.version)
+        return None if torch.compiler.is_compiling() else (self.validity, max(self.validity.version, self.version))
 
     def columnwise_is_fresh(self) -> bool:
         """Return True if there is a columnwise copy and it was made from the last cast."""

@@ -229,11 +229,12 @@ class Validity:
         for use in uses:
             self._prechecks[use].append(weakref.WeakMethod(look))
 
-    def check_recorded(self, recorded: "tuple[Validity, int] | None") -> None:
+    def check_recorded(self, recorded: "tuple[Validity, int] | None", own_version: int) -> None:
         """Raise RuntimeError in a backward pass whose forward pass `recorded` a different
-        (validity, version) of these weights. A compiler records None.
+        (validity, version) of these weights, one of which has a version of its own. A compiler
+        records None.
         """
-        if recorded is not None and recorded[0] is self and recorded[1] != self.version:
+        if recorded is not None and recorded[0] is self and recorded[1] != max(self.version, own_version):
             raise InvalidWeights(
                 "the weights changed between this forward pass and its backward pass (an optimizer step, a load, or a swapped "
                 "average)",
@@ -402,11 +403,13 @@ class Validity:
             )
 
 
-def changed_together(validities: Iterable[Validity]) -> None:
-    """Record that the values of all of these weights have changed, as in a step."""
+def changed_together(weights: Iterable[Any]) -> None:
+    """Record that the values of these weights have changed, as in a step. Weights are represented
+    by their validities, or, if they share one with weights that stay, by their states.
+    """
     version = next(_versions)
-    for validity in validities:
-        validity.version = version
+    for weight in weights:
+        weight.version = version
 
 
 def gathered_together(validities: Iterable[Validity]) -> None:
