@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerocast import QuantizedWeight
+from zerocast.distributed import group
 from zerocast.distributed.group import Group
 
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _collective(send: Callable[..., Any]) -> Callable[..., Any]:
     def sent(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-        is_gloo = group in _of_gloo
+        is_gloo = _is_of_gloo(group)
         # torch's own functions ask the group, which is gloo's, where to put tensors.
         is_ours = sys._getframe(1).f_globals["__name__"].startswith("zerocast.")
         for tensor in tree_leaves((args, kwargs)):
@@ -169,13 +170,17 @@ def _collective(send: Callable[..., Any]) -> Callable[..., Any]:
     return sent
 
 
-# The groups that were asked to use gloo. All others serve the accelerator alone.
+# The groups that were asked to use gloo, beside the twins that earlier tests have made. All others serve the accelerator alone.
 _of_gloo: set[Any] = set()
 
 
-def _duplicate(group: Group, backend: str | None = None, patience: int = 1) -> Group:
-    made = _original_duplicate(group, backend, patience)
-    if made.handle is not None and (backend == "gloo" or group.handle in _of_gloo):
+def _is_of_gloo(handle: Any) -> bool:
+    return handle in _of_gloo or any(handle is twin.handle for twin in group._twins.values())
+
+
+def _duplicate(ranks: Group, backend: str | None = None, patience: int = 1) -> Group:
+    made = _original_duplicate(ranks, backend, patience)
+    if made.handle is not None and (backend == "gloo" or _is_of_gloo(ranks.handle)):
         _of_gloo.add(made.handle)
     return made
 
@@ -183,8 +188,8 @@ def _duplicate(group: Group, backend: str | None = None, patience: int = 1) -> G
 _original_duplicate = Group.duplicate
 
 
-def _group_device(group: Group) -> torch.device:
-    return CPU if group.handle is None or group.handle in _of_gloo else DEVICE
+def _group_device(ranks: Group) -> torch.device:
+    return CPU if ranks.handle is None or _is_of_gloo(ranks.handle) else DEVICE
 
 
 @contextlib.contextmanager
