@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import devices, stages, strategies
+from tests import devices, strategies
+from tests.backends import stages
 from tests.backends.test_adam_update import scalars
 from tests.casts import bit_patterns
 from zerocast import get_format

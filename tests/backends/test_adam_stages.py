@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import casts, devices, strategies
+from tests.backends.stages import Bench
 from tests.backends.test_adam_update import scalars
 from tests.casts import Weight
-from tests.stages import Bench
 from zerocast import get_format
 from zerocast.backends import reference
 from zerocast.backends.descriptor import Column, Piece

@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import devices, stages
+from tests import devices
+from tests.backends import stages
 from tests.casts import F32, bit_patterns
 from zerocast import get_format
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import casts, devices, strategies
+from tests.backends.stages import STAGES, Bench, row, table
 from tests.casts import POISON, Sharded, Weight, bit_patterns, expected_of_shards
-from tests.stages import STAGES, Bench, row, table
 from zerocast import CastPlan, get_format
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import layout

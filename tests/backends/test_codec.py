@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import devices, stages
-from tests.backends import test_adam_8bit, test_adam_update
+from tests import devices
+from tests.backends import stages, test_adam_8bit, test_adam_update
 from tests.casts import F32, bit_patterns, matrix
 from tests.formats import model
 from tests.strategies import is_interpreted

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import stages
+from tests.backends import stages
 from tests.formats import model
 from tests.strategies import is_interpreted
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zerocast
-from tests import stages
+from tests.backends import stages
 from tests.devices import gpu_params
 from tests.optim.runs import DETERMINISTIC, CapturedCase, compare_with_captured
 from zerocast import backends

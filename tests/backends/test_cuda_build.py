@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages import row, table
+from tests.backends.stages import row, table
 from zerocast import get_format
 from zerocast.backends.extension import memory
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests import casts
+from tests.backends.stages import Bench, row, table
 from tests.backends.test_backends import assert_equal_stages
 from tests.casts import Weight
 from tests.devices import CPU
 from tests.observed import HostTraffic
 from tests.selection import some
-from tests.stages import Bench, row, table
 from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends.descriptor import WIDTH
 from zerocast.distributed.group import ONE_PROCESS

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from tests import devices
+from tests.backends.stages import STAGES, Bench
 from tests.backends.test_adam_8bit import CUTS, CUTS_OF_MATRICES, MATRICES, SHAPES, Shard, weights
 from tests.backends.test_adam_stages import Case
 from tests.casts import NOMINAL, Weight
-from tests.stages import STAGES, Bench
 from zerocast import backends, get_format
 from zerocast.formats import Columnwise, layout
 from zerocast.formats.element import fp8

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import casts, stages
+from tests import casts
+from tests.backends import stages
 from tests.backends.test_adam_update import scalars
 from tests.casts import Outcome, Sharded, Weight
 from tests.observed import Dispatched, HostTraffic

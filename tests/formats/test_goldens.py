@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import casts, stages
+from tests import casts
+from tests.backends import stages
 from tests.casts import TINY, lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.backends.reference.scales import stored_scales

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 from tests.fsdp2 import models, test_loops
 from tests.fsdp2.models import Grouped, Net
-from tests.scaled_mm import emulated_grouped
+from tests.gemm.scaled_mm import emulated_grouped
 from tests.workers import on_ranks
 from zerocast import gemm
 from zerocast.cast.tables import WeightTable

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.scaled_mm import emulated
+from tests.gemm.scaled_mm import emulated
 from zerocast import gemm
 from zerocast.gemm import torch_api
 

@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zerocast
 from tests import casts
 from tests.fsdp2.models import slow
-from tests.scaled_mm import emulated
+from tests.gemm.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.gemm import block_128, torch_api
 from zerocast.weight import compiled_ops

@@ -13,7 +13,7 @@ import zerocast
 from tests import casts
 from tests.devices import gpus, waiting_is_an_error
 from tests.gemm import test_compiled
-from tests.scaled_mm import emulated_grouped
+from tests.gemm.scaled_mm import emulated_grouped
 from zerocast import gemm
 from zerocast.backends import ops
 from zerocast.gemm import per_row

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import casts, devices
 from tests.casts import CONTENTS, matrix
 from tests.formats import model
-from tests.scaled_mm import places
+from tests.gemm.scaled_mm import places
 from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import reference
 from zerocast.distributed.group import ONE_PROCESS
