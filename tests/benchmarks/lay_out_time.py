@@ -16,7 +16,7 @@ import torch
 # FSDP2 registers the op when it is imported.
 import torch.distributed.fsdp
 
-from tests.benchmarks.refit_time import ATTENTION, MLP
+from tests.benchmarks.refits import ATTENTION, MLP
 from zerocast.fsdp2 import reduction
 
 NORMS = {"attention_norm": (4096,), "mlp_norm": (4096,)}
