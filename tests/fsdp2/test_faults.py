@@ -126,6 +126,11 @@ def a_hook_raises(raises: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.notices(
+    "a hook of the user that comes after a step raises, on some ranks or on all",
+    where="FSDP2",
+    answer="the step counts on all ranks: the next forward pass casts its masters",
+)
 @on_ranks(2)
 def test_a_hook_of_the_user_raises_after_a_step() -> None:
     """The masters are those of the step, so delayed scaling takes it too, on all ranks."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
+from tests.hosts.stopping import TIMEOUT, limit_collectives
 from tests.optim.runs import Repeated
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import Pool, Ranks, RanksFailed, error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -170,3 +171,31 @@ def test_one_rank_prepares_nothing(shape: tuple[int, int]) -> None:
     mesh = models.mesh(shape, ("replicate", "shard"))
     model = models.sharded(Net(FORMATS, WIDTH, 96), mesh=mesh, prepare=dist.get_rank() == 0)
     assert "gathered as nvfp4" in error_of(lambda: FusedAdamW(model.parameters()))
+
+
+def trained_where_one_rank_prepares(shape: tuple[int, int]) -> str:
+    """Return the error of two steps of torch's optimizer, of which zerocast hears nothing on the rank that prepares nothing."""
+    limit_collectives(TIMEOUT)
+    mesh = models.mesh(shape, ("replicate", "shard"))
+    model = models.sharded(Net(FORMATS, WIDTH, 96), mesh=mesh, prepare=dist.get_rank() == 0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return error_of(lambda: models.train(model, optimizer, range(2), WIDTH))
+
+
+@pytest.mark.notices(
+    "`prepare` is called on some ranks and not on others, and an optimizer of torch trains",
+    where="FSDP2",
+    answer="FusedAdamW raises on all ranks; torch's fail in the first step, after the timeout of the group at the latest",
+)
+@pytest.mark.parametrize("shape", [models.slow((1, 2)), (2, 1)], ids=str)
+def test_one_rank_prepares_nothing_for_torchs_optimizer(shape: tuple[int, int]) -> None:
+    """Transports of collectives that do not match give an error, or end the process as gloo does."""
+    pool = Pool(2)  # which this leaves broken
+    try:
+        errors = pool.run(trained_where_one_rank_prepares, shape)
+    except RanksFailed as failure:
+        errors = [str(failure)]
+    finally:
+        pool.close()
+    assert all(errors)
+    assert any("prepares a model" in error or "the process died" in error for error in errors)
