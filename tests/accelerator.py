@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -216,6 +216,8 @@ def playing() -> Iterator[None]:
         stack.enter_context(patch.object(torch, DEVICE.type, torch.cpu, create=True))
         replace(_fully_shard, "_get_device_from_mesh", lambda mesh: DEVICE)
         replace(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event())
+        if hasattr(_fsdp_collectives, "record_grad_output_stream"):  # of torch 2.15; a no-op on GPUs
+            replace(_fsdp_collectives, "record_grad_output_stream", lambda buffer, stream: None)
         replace(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: [DEVICE.type])
         replace(Tensor, "pin_memory", lambda tensor: tensor)
         replace(torch.accelerator, "current_stream", torch.cpu.current_stream)
