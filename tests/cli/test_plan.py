@@ -186,7 +186,8 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
     """Return the bytes that a model and its optimizer keep between steps, the bytes of the tensors in the
     collectives of a step (sent to others in an all-to-all), and their calls.
     """
-    gc.collect()
+    while gc.collect():  # what one collection frees may hold the last reference to another cycle
+        pass
     before = settled_bytes(frozenset())
     trainer = Trainer(run_of(fmt, 2, config, muon))
     trainer.train(range(2))
