@@ -25,9 +25,6 @@ Memories = tuple[list[int], str, list[int]]
 # Converts an argument of a stage to what the extension takes.
 Converter = Callable[[Any], Any]
 
-# The arguments of the stage upcast for several weights.
-UPCAST_TOGETHER = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
-
 # The names of all dtypes. The extension raises on dtypes that it does not support.
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -96,6 +93,24 @@ def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..
     return entry
 
 
+def upcast_together(
+    topic: ModuleType, format_of: Callable[[FormatSpec], Any], last: Callable[[Tensor], Any], last_name: str
+) -> Callable[..., None]:
+    """Return the stage `upcast` of `_C.cpu` or of the kernels for several weights
+    (`ops.upcast_together`). `last` makes its last argument from the codes of the first weight.
+    """
+    names = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
+    entry = stage(topic, "upcast_together", (*names, last_name))
+
+    def run(fmt: FormatSpec, *arguments: Any) -> None:
+        # Lists of tensors, except the shapes and the flag `transposed`.
+        data, scale_inv, amaxes, shapes, transposed, *targets = arguments
+        sources = map(memories, (data, scale_inv, amaxes))
+        entry(format_of(fmt), *sources, shapes, transposed, *map(memories, targets), last(data[0]))
+
+    return run
+
+
 @dataclass(frozen=True)
 class CompiledStage:
     """A stage of a compiled backend. It takes tensors and values by the arguments of its table
@@ -118,10 +133,14 @@ class CompiledStage:
     from_table: Sequence[Callable[[FormatSpec, Tensor], Any]] = ()
     skip_place: int | None = None
 
+    def is_skipped(self, arguments: Sequence[Any]) -> bool:
+        """Return True if the flag is read here and holds True."""
+        skip = None if self.skip_place is None else arguments[self.skip_place]
+        return skip is not None and bool(skip)
+
     def __call__(self, *arguments: Any) -> None:
         """Run the stage once, by all arguments of its table entry."""
-        skip = None if self.skip_place is None else arguments[self.skip_place]
-        if skip is not None and bool(skip):
+        if self.is_skipped(arguments):
             return
         table = arguments[self.table_place]
         values = [convert(arguments[place]) for place, convert in self.converters]
@@ -155,21 +174,21 @@ class BoundStage:
     def __call__(self, arguments: Sequence[Any]) -> None:
         """Run the stage by all arguments of its table entry. The fixed ones are only checked."""
         stage = self._stage
-        skip = None if stage.skip_place is None else arguments[stage.skip_place]
-        if skip is not None and bool(skip):
+        if stage.is_skipped(arguments):
             return
         addresses = list(map(Tensor.data_ptr, self._tensors))
         if addresses != self._addresses:
             self._check(*arguments)
-            self._convert_fixed()
-            self._addresses = addresses
+            self.convert_fixed()
         converted = [*self._converted]
         for index, place, convert in self._open:
             converted[index] = convert(arguments[place])
         stage.entry(*converted, *self._made, stage.last(arguments[stage.table_place]))
 
-    def _convert_fixed(self) -> None:
+    def convert_fixed(self) -> None:
+        """Convert the fixed arguments. Called before the first call, their check is omitted."""
         stage, fixed = self._stage, self._fixed
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._converted = [convert(fixed[place]) if place in fixed else None for place, convert in stage.converters]
         self._made = [make(fixed[0], fixed[stage.table_place]) for make in stage.from_table]
 

@@ -40,7 +40,7 @@ STAGES = {
     ),
     "roll_history": "format fmt, table table, bases amaxes, bases scales!, bases histories!, skip skip",
     "transpose": (
-        "format fmt, table table, bases row_data, bases row_scales, bases column_data!, bases column_scales!"
+        "format fmt, table table, codes row_data, bases row_scales, codes column_data!, bases column_scales!"
     ),
     "dequantize": (
         "format fmt, data data, optional scale_inv, optional amax, int rows, int columns, bool columnwise, typed out!"
@@ -72,14 +72,15 @@ STAGES = {
 }
 
 # The schema type of each kind. What a kind means: "format" and "dtype" are a format's text and a
-# nominal dtype; "bases" are base tensors whose dtype follows from the stage, "typed" and
-# "typed_bases" have one of several dtypes; "flat" is a contiguous tensor without a table, "data"
-# the buffer of one weight; "messages" are bytes of gradient messages; "table" and "pieces" are
-# int64 rows on the device, "groups" int64 numbers, one per row of the table or of the scalars;
-# "scalars" has a row of Adam's scalars per parameter group, and "clip" is f32[1]; "skip" is None or
-# a flag on the device.
-_TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
-_TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
+# nominal dtype; "bases" are base tensors whose dtype follows from the stage, "codes" are base
+# tensors of bytes, "typed" and "typed_bases" have one of several dtypes; "flat" is a contiguous
+# tensor without a table, "data" the buffer of one weight; "messages" are bytes of gradient
+# messages; "table" and "pieces" are int64 rows on the device, "groups" int64 numbers, one per row
+# of the table or of the scalars; "scalars" has a row of Adam's scalars per parameter group, and
+# "clip" is f32[1]; "skip" is None or a flag on the device.
+_TYPES = {"format": "str", "dtype": "ScalarType", "int": "int", "bool": "bool"}
+_TYPES |= dict.fromkeys(("optional", "skip"), "Tensor?")
+_TYPES |= dict.fromkeys(("bases", "codes", "typed_bases"), "Tensor[]")
 _TYPES |= dict.fromkeys(("typed", "flat", "data", "messages", "table", "pieces", "groups", "scalars", "clip"), "Tensor")
 
 
@@ -420,10 +421,12 @@ def _bind_transposition(backend: str, format: str, shapes: tuple[Block, ...], de
     table[:, [Column.ROWS, Column.COLUMNS]] = torch.tensor(shapes)
     table[:, bases] = torch.arange(len(shapes)).unsqueeze(1)
     table = table.to(device)
-    bind = getattr(backends.load(backend), "bind_transpose", None)
-    if bind is not None:
-        return Transposition(bind(fmt, table), dtypes, numel, made)
-    stage = _implementation("transpose", backend, format)
+    stage = implementation("transpose", backend)
+    if isinstance(stage, CompiledStage):
+        bound = BoundStage(stage, {0: fmt, 1: table}, check=_writes_only)
+        # This thread also makes the device memory that a launch needs besides its tensors.
+        bound.convert_fixed()
+        return Transposition(lambda *codes_and_scales: bound((fmt, table, *codes_and_scales)), dtypes, numel, made)
 
     def run(
         row_data: Sequence[Tensor], row_scales: Sequence[Tensor], data: Sequence[Tensor], scales: Sequence[Tensor]
@@ -431,7 +434,7 @@ def _bind_transposition(backend: str, format: str, shapes: tuple[Block, ...], de
         row_codes, codes = ([one.view(-1).view(torch.uint8) for one in tensors] for tensors in (row_data, data))
         # A stage takes the dtype from its bases.
         column_scales = [scale.view(-1) for scale in scales] or [table.new_empty(0, dtype=torch.float32)]
-        stage(table, row_codes, [scale.view(-1) for scale in row_scales], codes, column_scales)
+        stage(fmt, table, row_codes, [scale.view(-1) for scale in row_scales], codes, column_scales)
 
     return Transposition(run, dtypes, numel, made)
 

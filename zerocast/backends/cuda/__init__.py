@@ -86,36 +86,11 @@ partial_amax = _stage("partial_amax", {"work": _work("amax")})
 compute_scales = _stage("compute_scales", {"work": _work("scales"), "partial": _partial})
 partial_cast = _stage("partial_cast", {"work": _work("cast")})
 roll_history = _stage("roll_history", {"work": _work("weights")})
-transpose = _stage(
-    "transpose", {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}, bases=few_or_many
-)
-
-
-def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """Bind the stage `transpose` for the weights of a table, with few calls on the CPU."""
-    entry, plain = kernels.transpose, format_of(fmt)
-    works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
-
-    def run(*bases: Sequence[Tensor]) -> None:
-        # The table is read by the kernel, so this function keeps it.
-        entry(plain, *map(few_or_many, bases), *works, stream_of(table))
-
-    return run
-
-
+_transpose_work = {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}
+transpose = _stage("transpose", _transpose_work, bases=few_or_many, codes=few_or_many)
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
-_upcast_together = extension.stage(kernels, "upcast_together", (*extension.UPCAST_TOGETHER, "stream"))
-
-
-def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
-    """Run the stage `upcast` for several weights in one launch (`ops.upcast_together`)."""
-    scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
-    sources = map(memories, (data, scale_inv, amaxes))
-    targets = map(memories, (codes, group_scale_inv))
-    _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, stream_of(data[0]))
-
-
+upcast_together = extension.upcast_together(kernels, format_of, stream_of, "stream")
 adam_8bit = _stage("adam_8bit", {"work": _work("amax")})
 adam_8bit_cast = _stage("adam_8bit_cast", {"work": _work("adam_8bit_cast")}, pieces=_address)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})
