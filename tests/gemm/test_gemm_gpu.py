@@ -16,7 +16,7 @@ from tests import devices
 from zerocast import gemm
 from zerocast.formats import Element, FormatSpec
 from zerocast.formats.element import E4M3, E5M2
-from zerocast.gemm import inputs, swizzle
+from zerocast.gemm import inputs, torch_api
 from zerocast.quantize import cast_whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -284,14 +284,14 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
 def test_a_replay_swizzles_the_scales_of_its_time() -> None:
     """They are kept until the next cast, of which a graph that was recorded before it knows nothing."""
     weight = parameter("nvfp4", (256, 384)).detach()
-    swizzle.of_weight(weight, columnwise=False)
+    torch_api.swizzled_scales(weight, columnwise=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = swizzle.of_weight(weight, columnwise=False)
+        captured = torch_api.swizzled_scales(weight, columnwise=False)
     before = captured.clone()
     cast_whole(weight, torch.randn(256, 384, device="cuda"))
     graph.replay()
-    assert torch.equal(captured, swizzle.of_weight(weight, columnwise=False))
+    assert torch.equal(captured, torch_api.swizzled_scales(weight, columnwise=False))
     assert not torch.equal(captured, before)
 
 

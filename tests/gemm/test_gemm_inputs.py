@@ -19,7 +19,7 @@ from zerocast.backends import reference
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.element import E4M3, FP8
 from zerocast.gemm import inputs, scaling
-from zerocast.gemm.swizzle import of_weight, swizzle
+from zerocast.gemm.torch_api import swizzled, swizzled_scales
 
 FINITE = [name for name in CONTENTS if name not in ("nan", "all_nan", "inf", "minus_inf", "bits")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -263,13 +263,13 @@ def test_a_group_that_is_not_finite_is_no_number(quantizers: Any, bad: float) ->
 @pytest.mark.parametrize("shape", [(128, 4), (128, 12), (256, 4), (384, 20)])
 def test_the_order_of_swizzled_scales(shape: tuple[int, int]) -> None:
     scales = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
-    assert torch.equal(swizzle(scales)[places(*shape)], scales)
+    assert torch.equal(swizzled(scales)[places(*shape)], scales)
 
 
 def test_the_first_tile_written_out() -> None:
     """Sixteen places by hand, so that the formula in the test and the one in the library cannot be wrong together."""
     scales = (torch.arange(128)[:, None] * 10 + torch.arange(8)).int()
-    flat = swizzle(scales)
+    flat = swizzled(scales)
     assert flat[:16].tolist() == [0, 1, 2, 3, 320, 321, 322, 323, 640, 641, 642, 643, 960, 961, 962, 963]
     assert flat[16:20].tolist() == [10, 11, 12, 13]
     assert flat[512:516].tolist() == [4, 5, 6, 7]
@@ -286,8 +286,8 @@ def test_scales_are_swizzled_once_a_cast(fmt: str) -> None:
             _, scale_inv = weight.direction(columnwise)
             assert scale_inv is not None
             turned = columnwise and fmt == "mxfp8"
-            found.append(of_weight(weight, columnwise))
-            expected = swizzle(scale_inv.t().contiguous() if turned else scale_inv)
+            found.append(swizzled_scales(weight, columnwise))
+            expected = swizzled(scale_inv.t().contiguous() if turned else scale_inv)
             assert torch.equal(found[-1], expected), "fresh"
         return found
 

@@ -47,14 +47,11 @@ def supports(fmt: FormatSpec) -> bool:
     return has_blocks or fmt.exact_scales
 
 
-def hardware(case: Case) -> Iterator[str]:
-    """Yield a reason unless the GPU is a Hopper, which has this product."""
-    yield from torch_api.hardware(case, major=9, name="Hopper")
+hardware = torch_api.hopper
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
     """Yield a reason unless CUDA is recent, the weights are E4M3, and all blocks are complete."""
-    yield from torch_api.unsupported_reasons()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
     if case.format.element != E4M3 and not case.format.is_exact_in_fp8:

@@ -216,10 +216,10 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales, amax = _quantize(fmt, (1, 16), x)
     # E4M3 scales saturate, so the factor of the tensor carries the NaN of an input that overflowed.
     amax = amax.masked_fill(~x.isfinite().all(), torch.nan)
-    return pack(codes), scales, decode_factor(fmt, amax)
+    return pack(codes), scales, decode_factor(amax)
 
 
-def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
+def decode_factor(amax: Tensor) -> Tensor:
     """Return the factor f32[1], from the tensor amax, of a product of NVFP4 codes and E4M3
     scales.
     """

@@ -6,7 +6,7 @@ bytes of the input, the swizzle and the operands that the call is handed are tes
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mxfp4_mxfp4`): A `[rows, k/2]`
 bytes, B `[k/2, n]` bytes column-major, the even element in the low nibble; E8M0 scales of
-`[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`, swizzled (swizzle.py),
+`[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`, swizzled (torch_api.py),
 contiguous. The kernel is FBGEMM's (MSLK's from torch 2.12 on), which a build may lack; its results
 are bf16, and it leaves a bias out, so the bias is added here.
 
@@ -25,7 +25,6 @@ from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E2M1
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.swizzle import of_weight, swizzle
 
 SCALING = ["BlockWise1x32"]
 # Options of torch's build. The product needs one of the two.
@@ -37,9 +36,7 @@ def supports(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.E8M0 and fmt.element == E2M1
 
 
-def hardware(case: Case) -> Iterator[str]:
-    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
-    yield from torch_api.hardware(case, major=10, name="Blackwell")
+hardware = torch_api.blackwell
 
 
 @functools.cache
@@ -48,12 +45,9 @@ def _has_kernel() -> bool:
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """Yield a reason unless torch has the kernel and a dtype for E2M1, extents are multiples of 32,
-    and inputs are bf16.
+    """Yield a reason unless torch has the kernel, extents are multiples of 32, and inputs are
+    bf16.
     """
-    yield from torch_api.unsupported_reasons()
-    if not hasattr(torch, "float4_e2m1fn_x2"):
-        yield "this torch has no torch.float4_e2m1fn_x2"
     if not _has_kernel():
         yield f"this torch was built without {' and '.join(KERNELS)}, one of which has the product"
     if case.dtype is torch.float16:
@@ -64,7 +58,7 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """Return (bytes `[rows, k/2]`, swizzled E8M0 scales) of an input or an output gradient."""
     data, scales = inputs.mxfp4(x.reshape(-1, x.shape[-1]))
-    return data, swizzle(scales)
+    return data, torch_api.swizzled(scales)
 
 
 def multiply(
@@ -75,7 +69,7 @@ def multiply(
     codes, scales = operands
     data, _ = weight.direction(columnwise)
     a, b = codes.view(torch.float4_e2m1fn_x2), data.view(torch.float4_e2m1fn_x2).t()
-    a_scale, b_scale = (s.view(torch.float8_e8m0fnu) for s in (scales, of_weight(weight, columnwise)))
+    a_scale, b_scale = (s.view(torch.float8_e8m0fnu) for s in (scales, torch_api.swizzled_scales(weight, columnwise)))
     # The kernel ignores a bias, so none is passed and it is added afterwards.
     y = torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, None, dtype, ["SWIZZLE_32_4_4"])
     return y if bias is None else y + bias

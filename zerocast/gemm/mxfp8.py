@@ -6,11 +6,11 @@ bytes of the input, the swizzle and the operands that the call is handed are tes
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mxfp8_mxfp8`): A `[rows, k]`, B
 `[k, n]`; E8M0 scales of `[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`,
-swizzled (swizzle.py), contiguous. In the forward pass B is the rowwise data read as its transpose.
-In the backward pass it is the columnwise data as stored, `[M, K]` row-major. Its blocks run down
-the columns, so a transpose of the rowwise codes would not give it. Data-centre Blackwell (10.x)
-reads B in either order. GeForce cards (12.x) read only the first (pytorch/pytorch#198126), so they
-are left out. Gradients are E4M3, as everything in this format.
+swizzled (torch_api.py), contiguous. In the forward pass B is the rowwise data read as its
+transpose. In the backward pass it is the columnwise data as stored, `[M, K]` row-major. Its blocks
+run down the columns, so a transpose of the rowwise codes would not give it. Data-centre Blackwell
+(10.x) reads B in either order. GeForce cards (12.x) read only the first (pytorch/pytorch#198126),
+so they are left out. Gradients are E4M3, as everything in this format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,6 @@ from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.swizzle import of_weight, swizzle
 
 
 def supports(fmt: FormatSpec) -> bool:
@@ -31,21 +30,18 @@ def supports(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.E8M0 and fmt.element is E4M3
 
 
-def hardware(case: Case) -> Iterator[str]:
-    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
-    yield from torch_api.hardware(case, major=10, name="Blackwell")
+hardware = torch_api.blackwell
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
     """Yield a reason unless extents are multiples of 32."""
-    yield from torch_api.unsupported_reasons()
     yield from case.unsupported_reasons(multiple=32)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """Return (codes `[rows, k]`, swizzled E8M0 scales) of an input or an output gradient."""
     codes, scales = inputs.mxfp8(x.reshape(-1, x.shape[-1]))
-    return codes, swizzle(scales).view(torch.float8_e8m0fnu)
+    return codes, torch_api.swizzled(scales).view(torch.float8_e8m0fnu)
 
 
 def multiply(
@@ -57,6 +53,6 @@ def multiply(
     data, _ = weight.direction(columnwise)
     # Both copies are stored as [M, K]. B is `[k, n]`: W for the input gradient, W.T forward.
     b = data.view(torch.float8_e4m3fn) if columnwise else data.view(torch.float8_e4m3fn).t()
-    b_scale_inv = of_weight(weight, columnwise).view(torch.float8_e8m0fnu)
+    b_scale_inv = torch_api.swizzled_scales(weight, columnwise).view(torch.float8_e8m0fnu)
     scaling = ["BlockWise1x32"]
     return torch_api.scaled_mm(codes, scale_inv, b, b_scale_inv, scaling, scaling, bias, dtype, ["SWIZZLE_32_4_4"])

@@ -6,7 +6,7 @@ bytes of the input, the swizzle and the operands that the call is handed are tes
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_nvfp4_nvfp4`): A `[rows, k/2]`
 bytes, B `[k/2, n]` bytes column-major, the even element in the low nibble; E4M3 scales of
-`[rup(rows, 128), rup(k/16, 4)]` and `[rup(n, 128), rup(k/16, 4)]`, swizzled (swizzle.py),
+`[rup(rows, 128), rup(k/16, 4)]` and `[rup(n, 128), rup(k/16, 4)]`, swizzled (torch_api.py),
 contiguous; one f32 factor each, and the result is multiplied by both. k must be a multiple of 16
 bytes, which are 32 elements.
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.swizzle import of_weight, swizzle
 
 SCALING = ["BlockWise1x16", "TensorWise"]
 SWIZZLE = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
@@ -34,16 +33,11 @@ def supports(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.TWO_LEVEL
 
 
-def hardware(case: Case) -> Iterator[str]:
-    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
-    yield from torch_api.hardware(case, major=10, name="Blackwell")
+hardware = torch_api.blackwell
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """Yield a reason unless torch has a dtype for E2M1 and extents are multiples of 32."""
-    yield from torch_api.unsupported_reasons()
-    if not hasattr(torch, "float4_e2m1fn_x2"):
-        yield "this torch has no torch.float4_e2m1fn_x2"
+    """Yield a reason unless extents are multiples of 32."""
     yield from case.unsupported_reasons(multiple=32)
 
 
@@ -52,7 +46,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     input or an output gradient.
     """
     data, scales, factor = inputs.nvfp4(x.reshape(-1, x.shape[-1]))
-    return data, swizzle(scales), factor
+    return data, torch_api.swizzled(scales), factor
 
 
 def multiply(
@@ -65,7 +59,7 @@ def multiply(
     a, b = codes.view(torch.float4_e2m1fn_x2), data.view(torch.float4_e2m1fn_x2).t()
     a_scale = [scales.view(torch.float8_e4m3fn), factor]
     b_scale = [
-        of_weight(weight, columnwise).view(torch.float8_e4m3fn),
-        inputs.decode_factor(weight.format, weight.amax),
+        torch_api.swizzled_scales(weight, columnwise).view(torch.float8_e4m3fn),
+        inputs.decode_factor(weight.amax),
     ]
     return torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, bias, dtype, SWIZZLE)

@@ -39,17 +39,13 @@ def supports(fmt: FormatSpec) -> bool:
     return per_tensor.supports(fmt)
 
 
-def hardware(case: Case) -> Iterator[str]:
-    """Yield a reason unless the GPU is a Hopper, which has this product."""
-    yield from torch_api.hardware(case, major=9, name="Hopper")
+hardware = torch_api.hopper
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
     """Yield a reason unless weights are E4M3, inputs bf16, extents multiples of 16, and experts not
     too many.
     """
-    if not hasattr(torch, "_scaled_grouped_mm"):
-        yield "this torch has no torch._scaled_grouped_mm"
     if case.format.element != E4M3 and not case.format.is_exact_in_fp8:
         yield f"the weight must be e4m3, it is {case.format.element.name if case.format.element else None}"
     if case.dtype is torch.float16:

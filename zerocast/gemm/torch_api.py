@@ -1,5 +1,5 @@
 """A call of `torch.nn.functional.scaled_mm`, the matrix multiply that takes the kind of scaling of
-each operand as an argument.
+each operand as an argument, the GPUs that have it, and the order of the scales that it reads.
 """
 
 import functools
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import ops
+from zerocast.formats import Columnwise
 from zerocast.gemm.case import Case
 from zerocast.gemm.scaling import is_traced
 
@@ -29,18 +30,22 @@ ARGUMENTS = [
 ARGUMENTS += ["contraction_dim", "use_fast_accum"]
 
 
-def hardware(case: Case, major: int, name: str) -> Iterator[str]:
+def hopper(case: Case) -> Iterator[str]:
+    """Yield a reason unless the device is a Hopper GPU."""
+    yield from _other_hardware(case, major=9, name="Hopper")
+
+
+def blackwell(case: Case) -> Iterator[str]:
+    """Yield a reason unless the device is a data-centre Blackwell GPU."""
+    yield from _other_hardware(case, major=10, name="Blackwell")
+
+
+def _other_hardware(case: Case, major: int, name: str) -> Iterator[str]:
     """Yield a reason for every device except an NVIDIA GPU of compute capability `major`.x."""
     if case.capability is None:
         yield f"runs on {name} GPUs (compute capability {major}.x), not on {case.device} tensors"
     elif case.capability[0] != major:
         yield f"runs on {name} GPUs (compute capability {major}.x), this device has {case.capability_text}"
-
-
-def unsupported_reasons() -> Iterator[str]:
-    """Yield a reason if this torch does not have the function."""
-    if not hasattr(torch.nn.functional, "scaled_mm"):
-        yield "this torch has no torch.nn.functional.scaled_mm"
 
 
 def scaled_mm(
@@ -123,6 +128,34 @@ def _by_function(
         output_dtype=dtype,
     )
     return y
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Return block scales `[R, C]`, padded to R % 128 == 0 and C % 4 == 0, as a flat tensor in the
+    order in which Blackwell's tensor cores read them (cuBLAS documentation, "1D Block Scaling
+    Factors Layout").
+
+    Element (i, j) goes to `((i/128)*(C/4) + j/4)*512 + (i%32)*16 + ((i%128)/32)*4 + j%4`. So tiles
+    of 128x4 follow each other, and in a tile the 4 scales of row i are followed by those of rows
+    i+32, i+64 and i+96.
+    """
+    rows, columns = scales.shape
+    tiles = scales.view(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def swizzled_scales(weight: Any, columnwise: bool) -> Tensor:
+    """Return the swizzled scales of one direction of a weight, made at its first product after a
+    cast and kept until the next cast.
+    """
+    _, scale_inv = weight.direction(columnwise)
+    # Columnwise codes that are not a transpose keep the layout [M, K], and so do their scales. The
+    # product reads the scales along its inner dimension, so they are transposed here.
+    needs_transpose = columnwise and weight.format.columnwise is not Columnwise.TRANSPOSE
+    scales: Tensor = weight.cached_per_cast(
+        ("swizzled", columnwise), lambda: swizzled(scale_inv.t().contiguous() if needs_transpose else scale_inv)
+    )
+    return scales
 
 
 ops.define(

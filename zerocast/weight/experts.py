@@ -260,8 +260,6 @@ def transpose(weight: Any, dim0: int, dim1: int) -> Any:
     return weight.transposed()
 
 
-# torch 2.9 has only `torch._grouped_mm`; later versions have the public function as well.
-_GROUPED = ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))
 PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.transpose: transpose,
     torch.Tensor.transpose: transpose,
@@ -276,5 +274,6 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.unbind: unbind,
     torch.Tensor.unbind: unbind,
     torch.Tensor.__iter__: lambda weight: iter(unbind(weight)),
-    **{getattr(module, name): grouped_mm for module, name in _GROUPED if hasattr(module, name)},
+    torch._grouped_mm: grouped_mm,
+    torch.nn.functional.grouped_mm: grouped_mm,
 }
