@@ -444,9 +444,7 @@ class WeightTable:
         codes once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments`
         follows.
         """
-        grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
-        state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-        state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
+        state, groups = _arguments_of(inputs, packed, skip), inputs.groups
         if not casts and groups is None:
             self._adam_amax(**state)
             return
@@ -466,20 +464,10 @@ class WeightTable:
         """Round the moments of groups that several ranks have parts of, once their largest values
         were reduced. The arguments are as in `adam_each`.
         """
-        grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
+        state, groups = _arguments_of(inputs, packed, skip), inputs.groups
         if groups is not None and self._owned and groups.cut_largest.numel():
-            self._owned._adam_8bit(
-                grads=grads,
-                exp_avgs=exp_avgs,
-                exp_avg_sqs=exp_avg_sqs,
-                scalars=scalars,
-                clip=clip,
-                packed=packed,
-                skip=skip,
-                cut_largest=groups.cut_largest,
-                finishes=True,
-                **self._owned._of_groups(groups),
-            )
+            of_groups = self._owned._of_groups(groups)
+            self._owned._adam_8bit(**state, **of_groups, cut_largest=groups.cut_largest, finishes=True)
 
     def _of_groups(self, groups: MomentGroups) -> dict[str, Any]:
         """Return the arguments of a stage that describe groups of moments."""
@@ -519,6 +507,13 @@ class WeightTable:
         known |= {argument: self.buffers[name].tensors for argument, name in checks.BUFFER_ARGUMENTS.items()}
         taken = {name: known[name] for name in stage.arguments if name in known}
         return stage.bind(self.key.backend, str(fmt), **taken)
+
+
+def _arguments_of(inputs: AdamInputs, packed: Tensor, skip: Tensor | None) -> dict[str, Any]:
+    """Return the arguments that all stages of Adam have."""
+    arguments = {**inputs._asdict(), "packed": packed, "skip": skip}
+    del arguments["groups"]
+    return arguments
 
 
 def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ for moments in 8 bits.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,22 +46,6 @@ class SteppedShard:
     codes: Tensor | None = None
 
 
-class StepInputs(NamedTuple):
-    """The arguments of a launch of a step besides masters and moments.
-
-    Attributes:
-        grads: the gradients of its shards, flat.
-        scalars: f32 `[rows, 8]`, Adam's scalars.
-        steps: i64 `[rows]`, the number of the step for each row of scalars.
-        clip: f32[1], the factor of the gradients.
-    """
-
-    grads: list[Tensor]
-    scalars: Tensor
-    steps: Tensor
-    clip: Tensor
-
-
 class AdamPass:
     """Adam over shards of one kind, and the amaxes of the updated masters, in one launch. If all
     weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
@@ -76,6 +60,8 @@ class AdamPass:
         self._parameters: list[Any] = []
         self._exp_avgs: list[Tensor] = []
         self._exp_avg_sqs: list[Tensor] = []
+        # Finishes a step with moments in 8 bits. None except from its `run` until `finish`.
+        self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
         """Append a shard. Called before `freeze`."""
@@ -101,15 +87,36 @@ class AdamPass:
         """Return the gradients as they are now, flat."""
         return [flat_local(parameter.grad) for parameter in self._parameters]
 
-    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards and write their amaxes into `packed`, which holds zeros there. With
-        `casts`, also write the codes of complete block rows.
+    def run(
+        self, grads: list[Tensor], scalars: Tensor, steps: Tensor, clip: Tensor, packed: Tensor, casts: bool = False
+    ) -> None:
+        """Step all shards, except for 8-bit moments of groups that ranks share.
+
+        Args:
+            grads: the gradients of the shards, flat.
+            scalars: f32 `[rows, 8]`, Adam's scalars.
+            steps: i64 `[rows]`, the number of the step for each row of scalars.
+            clip: f32[1], the factor of the gradients.
+            packed: takes the amaxes of the masters. It holds zeros there.
+            casts: True to write the codes of complete block rows too.
         """
-        moments = self._exp_avgs, self._exp_avg_sqs
-        self._table.adam_each(AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip), packed, casts=casts)
+        groups = self._moment_groups(steps)
+        inputs = AdamInputs(grads, self._exp_avgs, self._exp_avg_sqs, scalars, clip, groups)
+        self._table.adam_each(inputs, packed, casts=casts)
+        if groups is not None:
+            self._finish = functools.partial(self._table.finish_moments, inputs, packed)
+
+    def _moment_groups(self, steps: Tensor) -> MomentGroups | None:
+        """Return the groups of moments in 8 bits; None for other moments."""
+        return None
 
     def finish(self) -> None:
-        """Finish the step after the reduction of 8-bit moments. FP32 moments need none."""
+        """Round the 8-bit moments of groups that ranks share. Their largest values have been
+        reduced by now.
+        """
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 class Adam8bitPass(AdamPass):
@@ -135,8 +142,6 @@ class Adam8bitPass(AdamPass):
         # The gradients of all shards. Like the lists of moments they live as long as the pass.
         self._pieces: list[list[int]] = []
         self._scales: list[Tensor] = []
-        # Finishes a step. Set from `run` until `finish`.
-        self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
         """Append a shard. Raises RuntimeError if the codes in its state are not the codes of its
@@ -166,19 +171,6 @@ class Adam8bitPass(AdamPass):
             place = shard.amaxes, shard.flag, base, piece[Piece.OFFSET]
             self._table.add_span(shape, span, *place, shard.row, stored)
 
-    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards, as AdamPass does, except for the moments of groups that ranks share."""
+    def _moment_groups(self, steps: Tensor) -> MomentGroups:
         cut = self._cut_groups
-        groups = MomentGroups(self._scales, self._pieces, inputs.steps, cut.largest, cut.reduce)
-        moments = self._exp_avgs, self._exp_avg_sqs
-        of_adam = AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip, groups)
-        self._table.adam_each(of_adam, packed, casts=casts)
-        self._finish = functools.partial(self._table.finish_moments, of_adam, packed)
-
-    def finish(self) -> None:
-        """Round the moments of groups that ranks share. Their largest values have been reduced by
-        now.
-        """
-        assert self._finish is not None
-        self._finish()
-        self._finish = None
+        return MomentGroups(self._scales, self._pieces, steps, cut.largest, cut.reduce)

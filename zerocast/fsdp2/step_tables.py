@@ -15,7 +15,7 @@ from zerocast.cast.tables import StorageSnapshot, TableKey
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.adam_passes import Adam8bitPass, AdamPass, StepInputs, SteppedShard
+from zerocast.fsdp2.adam_passes import Adam8bitPass, AdamPass, SteppedShard
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter
@@ -176,8 +176,7 @@ class StepTables:
 
         def run(adam: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(adam)
-            inputs = StepInputs(adam.gradients() if grads is None else grads, scalars, steps, self._clip)
-            adam.run(inputs, packed, casts)
+            adam.run(adam.gradients() if grads is None else grads, scalars, steps, self._clip, packed, casts)
 
         for weights in self._measured:
             group = weights.group

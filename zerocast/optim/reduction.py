@@ -262,19 +262,22 @@ class IdleParameters:
         # The number of passes since the last gradient, keyed by name, of the parameters that had
         # none in the last pass.
         self._idle_passes: dict[str, int] = {}
-        self._warned = self._warned_of_frozen = self._warned_of_none = self._warned_of_removed = False
+        # The texts of the warnings so far.
+        self._warned: set[str] = set()
         self.gradients = 0
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, *values)
 
     def warn_no_gradients(self) -> None:
         """Warn that a step had no gradient at all on this rank."""
-        if not self._warned_of_none:
-            self._warned_of_none = True
-            logger.warning(
-                "%s had no gradient on this rank for a step, so all of them count as zero on this rank: its moments and "
-                "weight decay still change parameters, which torch's AdamW would not. Skip such a step on all ranks (logged "
-                "once)",
-                self._owner,
-            )
+        self._warn_once(
+            "%s had no gradient on this rank for a step, so all of them count as zero on this rank: its moments and weight decay "
+            "still change parameters, which torch's AdamW would not. Skip such a step on all ranks (logged once)",
+            self._owner,
+        )
 
     def warn_taken_over(self) -> None:
         """Warn that a new optimizer replaces one whose gradients no step has used."""
@@ -286,28 +289,23 @@ class IdleParameters:
 
     def warn_frozen(self, name: str) -> None:
         """Warn that a parameter without a gradient in a reduced backward pass is frozen."""
-        if not self._warned_of_frozen:
-            self._warned_of_frozen = True
-            logger.warning(
-                "%s is frozen (requires_grad is False) and one of %s, whose moments and weight decay still change it: "
-                "set lr=0 for its parameter group, or build the optimizer without it and load the state of this one (logged "
-                "once, for the first)",
-                name,
-                self._owner,
-            )
+        self._warn_once(
+            "%s is frozen (requires_grad is False) and one of %s, whose moments and weight decay still change it: set lr=0 for its "
+            "parameter group, or build the optimizer without it and load the state of this one (logged once, for the first)",
+            name,
+            self._owner,
+        )
 
     def warn_removed(self, names: Sequence[str]) -> None:
         """Warn that gradients were removed from these parameters after they were reduced."""
-        if not self._warned_of_removed:
-            self._warned_of_removed = True
-            logger.warning(
-                "%d gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step of %s, "
-                "the first is that of %s: they count as zero, and moments and weight decay still change these parameters, "
-                "which torch's AdamW would skip. Set lr=0 for their parameter group in such a step (logged once)",
-                len(names),
-                self._owner,
-                names[0],
-            )
+        self._warn_once(
+            "%d gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step of %s, the first is "
+            "that of %s: they count as zero, and moments and weight decay still change these parameters, which torch's AdamW would "
+            "skip. Set lr=0 for their parameter group in such a step (logged once)",
+            len(names),
+            self._owner,
+            names[0],
+        )
 
     def count(self, name: str, has_gradient: bool) -> None:
         """Count a reduced backward pass, in which this parameter had a gradient or not."""
@@ -317,10 +315,9 @@ class IdleParameters:
                 self._idle_passes.pop(name, None)
             return
         self._idle_passes[name] = self._idle_passes.get(name, 0) + 1
-        if self._idle_passes[name] > PATIENCE and not self._warned:
-            self._warned = True
+        if self._idle_passes[name] > PATIENCE:
             idle = [other for other, passes in self._idle_passes.items() if passes >= PATIENCE]
-            logger.warning(
+            self._warn_once(
                 "%d parameters of %s got no gradient on this rank in %d backward passes, the first is %s: they are "
                 "unused, frozen or no longer parameters of the model (logged once)",
                 len(idle),
