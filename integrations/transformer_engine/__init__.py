@@ -13,8 +13,7 @@ from zerocast.integrations.patches import Patch, Patches
 
 from . import host
 from .gathered_weights import present
-from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release
-from .raw_data import replace_raw_data
+from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release, replace_raw_data
 from .sources import masters_of
 from .transposes import post_all_gather_processing
 

@@ -1,4 +1,6 @@
-"""quantize_master_weights: the cast of master shards, with TransformerEngine's arguments."""
+"""TransformerEngine's calls on weights: quantize_master_weights casts master shards, and
+replace_raw_data moves the rowwise codes of a tensor into the caller's storage.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +10,10 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
+from zerocast.formats import Columnwise
 
-from .adapters import is_quantized
-from .entry import Entry, entries_of, parts_of
+from .adapters import adapter_of, is_quantized, quantizer_of
+from .entry import Entry, directions, entries_of, is_hybrid, parts_of
 from .plan_cache import CachedPlan, forget_plans, plans_of
 from .transposes import forget_copies
 from .weight_view import WeightView, forget_view
@@ -137,3 +140,39 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
         cached = CachedPlan(entries, members)
         plans_of(model_weights).append(cached)
     return cached, entries
+
+
+@torch.no_grad()
+def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
+    """Copy a tensor's rowwise codes into `new_raw_data`, which becomes the tensor's buffer.
+
+    `new_raw_data` may be a part of a flat buffer. Of a Hybrid tensor the rowwise direction is
+    moved. MXFP8 in tiles of 32x32 gets the same storage for its columnwise codes. Raises TypeError
+    for anything but a tensor of TransformerEngine, ValueError for storage of a wrong dtype, shape
+    or device, NotImplementedError for MXFP8 in blocks of 1x32, whose columnwise codes are separate
+    and would not move.
+    """
+    if is_hybrid(tensor):
+        rowwise = dict(directions(tensor)).get("rowwise")
+        if rowwise is None:
+            raise NotImplementedError("the Hybrid tensor has no rowwise direction: no raw data to replace")
+        replace_raw_data(rowwise, new_raw_data)
+        return
+    quantizer = quantizer_of(tensor)
+    adapter = adapter_of(quantizer)
+    fmt = adapter.format(quantizer)
+    if fmt.casts_columnwise:
+        raise NotImplementedError(
+            f"a {type(tensor).__name__} has codes by rows and by columns, and one buffer cannot hold both"
+        )
+    attribute = adapter.of_tensor["rowwise_data"]
+    old = getattr(tensor, attribute)
+    if old is None:
+        raise ValueError(f"the {type(tensor).__name__} has no {attribute}: no raw data to replace")
+    given, needed = [(t.dtype, tuple(t.shape), t.device) for t in (new_raw_data, old)]
+    if given != needed:
+        raise ValueError("the new raw data is {} {} on {}, {} {} on {} is needed".format(*given, *needed))
+    new_raw_data.detach().copy_(old)
+    setattr(tensor, attribute, new_raw_data)
+    if fmt.columnwise is Columnwise.SHARED:
+        setattr(tensor, adapter.of_tensor["columnwise_data"], new_raw_data)

@@ -13,8 +13,7 @@ from typing import Any
 import transformers
 
 from zerocast.footprint.built_model import build
-from zerocast.footprint.model_files import PRESET_FILE
-from zerocast.footprint.shapes import ROOT, Model, Parameter
+from zerocast.footprint.model_files import PRESET_FILE, ROOT, Model, Parameter
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast.cli import interrupts, main, plan_report
+from zerocast.cli import interrupts, main, plan
 from zerocast.serve import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +157,7 @@ def test_a_picture(
 
     if presses_again:
         monkeypatch.setattr(Path, "unlink", slow_unlink)
-    monkeypatch.setattr(plan_report, "_plot", lambda found, title, path: draw(path))
+    monkeypatch.setattr(plan, "_plot", lambda found, title, path: draw(path))
     (tmp_path / "plan.png").write_bytes(b"an older one")
     assert main(["plan", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"

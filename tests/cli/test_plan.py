@@ -22,15 +22,14 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.observed import Traffic, settled_bytes
 from tests.optim.probe import Spec
-from tests.optim.runs import ADAM, Run, Trainer
+from tests.optim.runs import ADAM, Run, Trainer, planned_config
 from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
-from zerocast.footprint.model_files import PRESET_FILE, presets, read_model
-from zerocast.footprint.shapes import Parameter
+from zerocast.footprint.model_files import PRESET_FILE, Parameter, presets, read_model
 from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.footprint.zero_bytes import cut_amaxes
 from zerocast.formats import get_format
@@ -206,9 +205,7 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "bf16", "mxfp8", "nvfp4"))
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
     config = ZeroConfig(bucket_size=2**17)
-    planned = footprint(
-        layers(), fmt, Setup("zero2", world, config=PlannedConfig.from_zero_config(config), optimizer=optimizer)
-    )
+    planned = footprint(layers(), fmt, Setup("zero2", world, config=planned_config(config), optimizer=optimizer))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     found = ranks(world)(held_and_sent, fmt, config, optimizer == "muon")
     exchanged = {"all-to-all": max(sent["all-to-all"] for _, sent, _ in found)} if optimizer == "muon" else {}
@@ -228,20 +225,16 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
 def test_moments_in_8_bits_are_what_was_planned(ranks):
     """The plan counts the moments, and the all-reduce of groups that ranks cut. Rows of 200 elements have such groups."""
     config = ZeroConfig(bucket_size=2**17, moment_dtype="8bit")
-    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=PlannedConfig.from_zero_config(config)))
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=planned_config(config)))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     assert [held for held, _, _ in ranks(3)(held_and_sent, "nvfp4", config)] == [pytest.approx(kept, rel=0.03)] * 3
-    planned = footprint(
-        layers(), "nvfp4", Setup("zero2", 2, config=PlannedConfig.from_zero_config(config), optimizer="muon")
-    )
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 2, config=planned_config(config), optimizer="muon"))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     for held, _, _ in ranks(2)(held_and_sent, "nvfp4", config, True):
         assert held == pytest.approx(kept, rel=0.03), planned.memory
     specs = (Spec("wide", (240, 200)), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,)))
     parameters = [Parameter(spec.name, spec.shape, spec.fmt == "nvfp4") for spec in specs]
-    collectives = footprint(
-        parameters, "nvfp4", Setup("zero2", 3, config=PlannedConfig.from_zero_config(config))
-    ).collectives
+    collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=planned_config(config))).collectives
     planned_bytes = [one.sent for one in collectives if one.kind == "all-reduce"]
     for sizes in ranks(3)(all_reduced, Run(specs, config=config, options=(ADAM,))):
         assert planned_bytes == pytest.approx([2 * nbytes * 2 / 3 for nbytes in sizes], abs=2)
@@ -380,9 +373,9 @@ def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
     model = chain("bf16").named_parameters()
     parameters = [Parameter(name, tuple(p.shape), p.dim() == 2 and name != "8.weight") for name, p in model]
     for world in (1, 2):
-        planned = footprint(
-            parameters, fmt, Setup(f"zero{stage}", world, config=PlannedConfig.from_zero_config(config))
-        ).memory["buckets"]
+        planned = footprint(parameters, fmt, Setup(f"zero{stage}", world, config=planned_config(config))).memory[
+            "buckets"
+        ]
         for found in ranks(world)(gradients_at_the_most, fmt, stage, config):
             assert planned > 2**18
             assert found == pytest.approx(planned, abs=2**15)  # activations

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerocast
 from tests.devices import gpus, worlds_of_gpus
 from tests.fsdp2 import models
+from tests.optim.runs import planned_config
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.footprint.built_model import parameters_of
 from zerocast.footprint.footprint import Footprint, Setup, footprint
-from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.fsdp2 import FusedAdamW
 
 pytestmark = gpus(1)
@@ -88,7 +88,7 @@ def held_and_peak(parallel: str, fmt: str, config: ZeroConfig) -> tuple[int, int
 def planned(parallel: str, world: int, fmt: str, config: ZeroConfig) -> Footprint:
     with torch.device("meta"):
         parameters = list(parameters_of(Gpt(*LARGE)))
-    return footprint(parameters, fmt, Setup(parallel, world, config=PlannedConfig.from_zero_config(config)))
+    return footprint(parameters, fmt, Setup(parallel, world, config=planned_config(config)))
 
 
 @pytest.mark.parametrize("moments", MOMENTS, ids=str)

@@ -21,7 +21,9 @@ from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mea
 from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.captured_step import CapturedStep, Work
+from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.formats import Columnwise
+from zerocast.formats.dtypes import dtype_name
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.optim.device_step import CapturableZeroStep
 
@@ -358,3 +360,15 @@ def compare_with_captured(case: CapturedCase, group: Any = None) -> int:
         casts.assert_same_bytes(replaying.held(), eager.held(), f"rank {eager.rank}, step {step}, {case}")
     assert int(replaying.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == case.steps - 1
     return replaying.optimizer.skipped_steps
+
+
+def planned_config(config: ZeroConfig) -> PlannedConfig:
+    """Return what `zerocast plan` reads of the configuration of a run."""
+    return PlannedConfig(
+        bucket_size=config.bucket_size,
+        deterministic=config.deterministic,
+        grad_wire=config.grad_wire,
+        grad_dtype=None if config.grad_dtype is None else dtype_name(config.grad_dtype),
+        moment_dtype=dtype_name(config.moment_dtype),
+        keep_columnwise=config.keep_columnwise,
+    )

@@ -30,7 +30,7 @@ from zerocast.distributed.bucket import Layout, flat_numel, lay_out
 from zerocast.distributed.group import Group
 from zerocast.distributed.owned_matrices import most_sent, rounds
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
-from zerocast.optim.gradient_exchange import GradientExchange
+from zerocast.optim.muon_step import GradientExchange
 
 Named = list[tuple[str, Tensor, int]]
 
@@ -160,7 +160,7 @@ def test_one_rank_exchanges_and_copies_nothing() -> None:
     assert not traffic.log
 
 
-EXCHANGE = "zerocast.optim.gradient_exchange:GradientExchange"
+EXCHANGE = "zerocast.optim.muon_step:GradientExchange"
 
 
 @pytest.mark.timeout(400)

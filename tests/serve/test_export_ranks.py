@@ -28,7 +28,7 @@ from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.export import export_hf, export_safetensors
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.serve import weight_source
-from zerocast.serve.safetensors_file import SafetensorsFile
+from zerocast.serve.export_files import SafetensorsFile
 from zerocast.serve.weight_source import Batch, ShardedModel
 from zerocast.serve.write import INDEX
 

@@ -26,13 +26,13 @@ from zerocast.checkpoint.checkpointed import Checkpointed, SavedMoments
 from zerocast.checkpoint.manifest import LOADS, SAVES, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
-from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, leaves, other_dtypes
 from zerocast.checkpoint.whole_folder import check_written
 from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
+from zerocast.formats.dtypes import dtype_name
 
 logger = logging.getLogger(__name__)
 # The step of a checkpoint that does not belong to a numbered series.

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zerocast.checkpoint import extras
 from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.manifest import Stored
-from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
+from zerocast.formats.dtypes import dtype_name
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import is_trained
 from zerocast.weight.state import WeightState

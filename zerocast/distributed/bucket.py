@@ -228,7 +228,7 @@ class Layout(NamedTuple):
     have about one parameter for each rank. If gradients were reduced in the same buckets, the same
     number of them would be kept in memory until a bucket is complete. So gradients are split evenly
     in buckets of the usual size, and sent to the owner once all of them are reduced
-    (`gradient_exchange.py`). In the flat FP32 tensors these parameters come after all others, which
+    (`muon_step.py`). In the flat FP32 tensors these parameters come after all others, which
     have the same offsets in both lists.
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zerocast.footprint.shapes import ROOT, Model, Parameter
+from zerocast.footprint.model_files import ROOT, Model, Parameter
 from zerocast.quantize import NO_PRODUCT
 from zerocast.serve.stored_model import class_of, config_of, on_meta
 

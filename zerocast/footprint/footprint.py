@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from zerocast.distributed.lpt_assignment import MUON_DIMS, newton_schulz_flops
 from zerocast.footprint.fsdp_bytes import fsdp
-from zerocast.footprint.shapes import Parameter
+from zerocast.footprint.model_files import Parameter
 from zerocast.footprint.weight_bytes import Collective, Planned, PlannedConfig, amax_bytes
 from zerocast.footprint.zero_bytes import zero
 from zerocast.formats import FormatSpec, get_format

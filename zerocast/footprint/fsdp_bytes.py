@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 
 from zerocast.distributed.row_shards import MOST_KEPT, RowShards, ShardGeometry, weight_layout
-from zerocast.footprint.shapes import ROOT
+from zerocast.footprint.model_files import ROOT
 from zerocast.footprint.weight_bytes import (
     FP32,
     Bytes,

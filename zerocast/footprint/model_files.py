@@ -18,11 +18,42 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.footprint.shapes import ROOT, Model, Parameter
+
+Shape = tuple[int, ...]
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model.
+
+    `linear` marks the weight of a product inside a block, which a recipe would quantize. `unit` is
+    the number of its block, or ROOT outside of all blocks.
+    """
+
+    name: str
+    shape: Shape
+    linear: bool
+    unit: int = ROOT
+
+
+class Model(NamedTuple):
+    """The parameters of a model.
+
+    Attributes:
+        parameters: in the order of registration.
+        not_counted: a description of the other tensors of a published checkpoint; empty if there
+            are none.
+    """
+
+    parameters: list[Parameter]
+    not_counted: str = ""
+
 
 # The largest file that is read.
 MOST_BYTES = 2**26

@@ -6,11 +6,10 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from zerocast.distributed.bucket import BUCKET_SIZE
 from zerocast.formats import Block, Columnwise, FormatSpec
-from zerocast.formats.dtypes import ITEMSIZE, dtype_name
+from zerocast.formats.dtypes import ITEMSIZE
 from zerocast.formats.layout import (
     BUFFER_ALIGNMENT_ELEMENTS,
     Buffer,
@@ -23,9 +22,6 @@ from zerocast.formats.layout import (
     upcast_operand,
     weight_amax_counts,
 )
-
-if TYPE_CHECKING:
-    from zerocast.optim import ZeroConfig
 
 FP32, FP64 = 4, 8
 SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
@@ -89,18 +85,6 @@ class PlannedConfig:
         """Raise ValueError for a bucket without elements."""
         if self.bucket_size < 1:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
-
-    @staticmethod
-    def from_zero_config(config: "ZeroConfig") -> "PlannedConfig":
-        """Return the choices of a run."""
-        return PlannedConfig(
-            bucket_size=config.bucket_size,
-            deterministic=config.deterministic,
-            grad_wire=config.grad_wire,
-            grad_dtype=None if config.grad_dtype is None else dtype_name(config.grad_dtype),
-            moment_dtype=dtype_name(config.moment_dtype),
-            keep_columnwise=config.keep_columnwise,
-        )
 
     @property
     def reduced_as(self) -> str:

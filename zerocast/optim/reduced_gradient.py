@@ -266,8 +266,3 @@ def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
 def define(op: Any, handler: Callable[..., Any]) -> None:
     """Register the handler of an operator for arguments that include a ReducedGradient."""
     _HANDLERS[op] = handler
-
-
-def defined() -> frozenset[Any]:
-    """Return the operators that have a handler."""
-    return frozenset(_HANDLERS)

@@ -47,7 +47,7 @@ class ZeroMuon(ZeroOptimizer):
     needs the full matrix, so one rank owns each weight. That rank has its masters and momentum and
     casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a part of each
     on every rank. A step sends the parts to the owners in FP32
-    (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
+    (`zerocast.optim.muon_step`). Weights are assigned to ranks so that memory and the work
     of Newton-Schulz are spread (`zerocast.distributed.lpt_assignment`). With fewer matrices than
     ranks some ranks own none, and buffers are padded, which is logged. AdamW's parameters are
     sharded as in ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the

@@ -11,7 +11,7 @@ from zerocast.serve.live import Bucket, named_tensors
 from zerocast.serve.receiver import Receiver
 from zerocast.serve.refit_message import RefitError
 from zerocast.serve.sender import Message, Sender
-from zerocast.serve.stored_weights import stored_weights
+from zerocast.serve.stored_model import stored_weights
 
 __all__ = [
     "Bucket",

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerocast.checkpoint.checkpoint import write
 from zerocast.checkpoint.manifest import Manifest, Stored
-from zerocast.checkpoint.sources.source import dtype_name, read_span
+from zerocast.checkpoint.sources.source import read_span
 from zerocast.checkpoint.store import Location
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats.dtypes import dtype_name
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
 from zerocast.formats.shared_amax import SharedAmax

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Location
 from zerocast.formats import get_format
+from zerocast.formats.dtypes import dtype_name
 from zerocast.formats.readers import HEAD, NAMELESS_HEADS, check_layers
 from zerocast.serve.namings import NAMINGS, layout_of
 from zerocast.serve.piece import Names, Piece, named_pieces

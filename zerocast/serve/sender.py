@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.distributed.agreement import each_together, together, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
+from zerocast.formats.dtypes import dtype_name
 from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
 from zerocast.serve.piece import Names

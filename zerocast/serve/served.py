@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.readers import reader_called
-from zerocast.serve.export_plan import planned_units
+from zerocast.serve.export_files import planned_units
 from zerocast.serve.hugging_face import described_modules, pieces_of, quantized_pieces
 from zerocast.serve.stored_model import StoredModel, is_stored_by_transformers
 from zerocast.serve.weight_source import LazyTensors

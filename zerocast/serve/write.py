@@ -19,12 +19,11 @@ from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync
 from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.serve.export_plan import ExportPlan, PlainDtype, planned_units
+from zerocast.serve.export_files import ExportPlan, FileLayout, PlainDtype, SafetensorsFile, planned_units
 from zerocast.serve.flat_bytes import digest
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of, unpadded
 from zerocast.serve.piece import Piece, whole
-from zerocast.serve.safetensors_file import FileLayout, SafetensorsFile
 from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight, plain_value
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight

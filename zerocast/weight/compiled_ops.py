@@ -1,4 +1,5 @@
-"""Products with a QuantizedWeight as torch.library ops, for compiled graphs.
+"""QuantizedWeights in compiled graphs: their products as torch.library ops, and the plain tensors
+that a graph gets in their place.
 
 A path of `zerocast.gemm` that multiplies codes by one operator of torch puts that operator, or an
 op around it, into the graph. The other paths become the ops below. An op takes the plain buffers of
@@ -7,18 +8,23 @@ transposed copy, for the backward pass. So a compiled backward pass holds quanti
 
 torch keys a graph in its caches by the operations that Dynamo traced and by its inputs. The code of
 this package is not among them, so `digest_of_sources` is a part of the key.
+
+AOTAutograd of torch 2.11 takes each input of a graph apart by a walk in Python, and looks at
+everything that a backward pass was saved, which costs the CPU 70 calls per weight
+(`take_apart_at_once`). Later releases generate code for this.
 """
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zerocast import backends, gemm
+from zerocast import backends, gemm, torch_names
 from zerocast.backends import ops
 from zerocast.formats import get_format
 from zerocast.weight import experts
@@ -35,6 +41,13 @@ _WEIGHT = (
     "int[] shape, str format, ScalarType nominal, bool on_demand, "
     "Tensor row_data, Tensor? row_scale, Tensor? column_data, Tensor? column_scale, Tensor? amax"
 )
+
+# The last release of torch that walks, and the function that does.
+LAST_THAT_WALKS = (2, 11)
+WALKS_IN = "torch._functorch._aot_autograd.runtime_wrappers"
+WALKS = "runtime_unwrap_tensor_subclasses"
+# The types of the inputs that a graph gets unchanged.
+_PLAIN = {Tensor, nn.Parameter, int}
 
 
 @functools.cache
@@ -121,3 +134,39 @@ ops.define(
         (len(left if offs is None else offs), left.shape[-1], right.shape[-1])
     ),
 )
+
+
+def take_apart_at_once(kind: type[Any]) -> None:
+    """Let compiled graphs ask weights of class `kind` for all their plain tensors in one call.
+    Called while a weight is traced, before the first graph runs.
+
+    This replaces a function of torch 2.11 for the process, which is still called for other
+    subclasses of Tensor. A test counts the calls (`tests/fsdp2/test_host_work.py`).
+    """
+    module = sys.modules.get(WALKS_IN)
+    if module is None or torch_names.installed_release() > LAST_THAT_WALKS:
+        return
+    walk = getattr(module, WALKS)
+    if not hasattr(walk, "takes_weights"):
+        setattr(module, WALKS, _by_weight(kind, walk))
+
+
+def _by_weight(kind: type[Any], walk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def unwrapped(
+        arguments: Sequence[Any], *, append_symints: bool, subclass_metas: Sequence[Any] | None = None
+    ) -> list[Any]:
+        plain: list[Any] = []
+        for place, argument in enumerate(arguments):
+            # Each call costs time here, also calls into C. A weight's sizes are constants of a
+            # graph.
+            if type(argument) in _PLAIN:
+                plain += (argument,)
+            elif type(argument) is kind:
+                plain += argument.read_by_graphs()
+            else:
+                metas = None if subclass_metas is None else [subclass_metas[place]]
+                plain += walk([argument], append_symints=append_symints, subclass_metas=metas)
+        return plain
+
+    unwrapped.takes_weights = True  # type: ignore[attr-defined]
+    return unwrapped

@@ -19,7 +19,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import compiled_ops, graph_inputs, linear, owners, unsupported
+from zerocast.weight import compiled_ops, linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
@@ -410,7 +410,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """Make a weight from the result of `__tensor_flatten__` and its inner tensors."""
-        graph_inputs.take_apart_at_once(QuantizedWeight)
+        compiled_ops.take_apart_at_once(QuantizedWeight)
         shape, fmt, dtype, requires_grad, on_demand, fp8_weight_gradients, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)

@@ -6,8 +6,7 @@ from typing import Any
 
 from zerocast.checkpoint.sources.dcp import DcpSource
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource, is_safetensors
-from zerocast.checkpoint.sources.source import HIGH_PRECISION, Entry, TensorSource
-from zerocast.checkpoint.sources.state_dict import StateDictSource
+from zerocast.checkpoint.sources.source import HIGH_PRECISION, Entry, StateDictSource, TensorSource
 from zerocast.checkpoint.store import AnyPath, StorePath, as_location
 
 __all__ = ["HIGH_PRECISION", "AnySource", "Entry", "TensorSource", "open_source"]

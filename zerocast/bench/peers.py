@@ -1,26 +1,76 @@
-"""TransformerEngine on the same shards: `quantize_master_weights`, `post_all_gather_processing` and
-`FusedAdam`.
+"""Peers: other implementations of the same work, timed in the same process on the same shapes.
 
-Weights have rowwise data only (both directions for mxfp8), which is TransformerEngine's faster
-setting. Its casts need a process group even on one rank, so one is made over an in-memory store,
-with NCCL. Its FP4 conversion exists on Blackwell only.
+torch's fused AdamW and copies are always timed, TransformerEngine if it can be imported. There the
+peers are `quantize_master_weights`, `post_all_gather_processing` and `FusedAdam`, over weights that
+have rowwise data only (both directions for mxfp8), which is its faster setting. Its casts need a
+process group even on one rank, so one is made over an in-memory store, with NCCL. Its FP4
+conversion exists on Blackwell only.
 """
 
 import atexit
 import importlib
 import importlib.util
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocast.bench.peers import Peer
+from zerocast.bench.row import Build
 from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.work import HYPERPARAMETERS, Moments
+from zerocast.bench.work import HYPERPARAMETERS, Moments, in_a_graph
 from zerocast.bench.workload import BenchEnv, Job, Workload
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation.
+
+    Attributes:
+        name: the name in the report.
+        works: dict from the name of a kind of work that the peer can do to the function that sets
+            it up.
+    """
+
+    name: str
+    works: Mapping[str, Build]
+
+
+def fused_adamw(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of one step of torch.optim.AdamW with fused=True on the flat shard. Its bits
+    differ from zerocast's.
+    """
+    random = env.generator()
+    numel = workload.owned
+    master = torch.empty(numel, device=env.device).normal_(0, STANDARD_DEVIATION, generator=random)
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = Moments(numel, env.device, random).grad
+    optimizer = torch.optim.AdamW([parameter], fused=True, **HYPERPARAMETERS)
+    return Job(optimizer.step, lambda: [parameter.detach()])
+
+
+def copies(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of one copy for every layer: 3/4 byte per element read and written, which is
+    as much traffic as `upcast` has. No kernel that is launched once per layer can be faster.
+    """
+    layer_bytes = sum(map(math.prod, workload.layer)) * 3 // 4
+    sources = [torch.ones(layer_bytes, dtype=torch.uint8, device=env.device) for _ in range(workload.layers)]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def run() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    return Job(in_a_graph(run, env.device), lambda: targets)
+
+
+TORCH = Peer("torch fused", {"Adam": fused_adamw})
+COPIES = Peer("torch copies", {"upcast": copies, "upcast transposed": copies})
+
 
 PACKAGE = "transformer_engine"
 TENSOR = f"{PACKAGE}.pytorch.tensor"
@@ -144,4 +194,12 @@ def step(workload: Workload, fmt: str, env: BenchEnv) -> Job:
     return Job(run, list)
 
 
-PEER = Peer(PACKAGE, {"cast": cast, "transpose": transpose, "Adam": adam, "whole step": step})
+TRANSFORMER_ENGINE = Peer(PACKAGE, {"cast": cast, "transpose": transpose, "Adam": adam, "whole step": step})
+
+
+def usable(device_type: str) -> list[Peer]:
+    """Return the peers that can run on a device of this type."""
+    peers = [TORCH, COPIES]
+    if device_type == "cuda" and is_importable():
+        peers.append(TRANSFORMER_ENGINE)
+    return peers
