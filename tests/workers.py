@@ -22,6 +22,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -290,6 +291,10 @@ def _ends_as_a_command(printed: str, function: Callable[..., object], arguments:
     try:
         function(*arguments)
     finally:
+        # The interpreter ends in this order, too.
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
         atexit._run_exitfuncs()
 
 
