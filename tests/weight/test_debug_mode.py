@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -175,9 +176,10 @@ def test_a_product_that_does_not_read_the_weight_again() -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_plan(split: bool) -> None:
-    """One of several optimizers has changed the weights of its masters alone."""
+def test_a_plan(split: bool, is_interrupted: bool) -> None:
+    """One of several optimizers has changed the weights of its masters alone, also if Ctrl-C comes as the cast ends."""
     weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(2)]
     masters = [nn.Parameter(torch.randn(32 * 32)) for _ in weights]
     plan = CastPlan(weights, [master.detach() for master in masters], [0, 0], ONE_PROCESS)
@@ -190,7 +192,15 @@ def test_a_plan(split: bool) -> None:
     first, last = (nn.functional.linear(x, weight).float().sum() for weight in weights)
     for master in masters:
         master.grad = torch.ones_like(master)
-    optimizers[-1].step()
+    cast = CastPlan.cast
+
+    def cast_until_interrupted(plan: CastPlan) -> None:
+        cast(plan)
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(CastPlan, "cast", cast_until_interrupted), contextlib.suppress(KeyboardInterrupt):
+        optimizers[-1].step()
     plan.post_all_gather()
     with contextlib.nullcontext() if split else pytest.raises(RuntimeError, match=SAID):
         first.backward()

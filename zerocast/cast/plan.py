@@ -439,12 +439,13 @@ class CastPlan(Plan):
         return handle
 
     def _cast_after_step(self, stepped: set[int | None]) -> None:
-        self.cast()
-        # Of several optimizers each has changed only some of the weights.
+        # Of several optimizers each has changed only some of the weights. This comes first, since a
+        # cast may be interrupted once it is complete.
         if self._step_hooks.has_one_optimizer:
             self.validity.changed()
         else:
             changed_together([self.weights[index].state for index in self._step_hooks.stepped_here(stepped)])
+        self.cast()
 
     def claim(self, who: str) -> Claim:
         """Claim the weights that this plan casts for an owner, as long as the result is kept.
