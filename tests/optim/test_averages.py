@@ -18,11 +18,22 @@ import zerocast
 from tests import casts
 from tests.optim.faults import slow_gathers
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, Compared, Run, Trainer, boxes, weight_bytes
+from tests.optim.runs import (
+    DETERMINISTIC,
+    EIGHT_BIT_MOMENTS,
+    OVERLAP,
+    Compared,
+    Repeated,
+    Run,
+    Trainer,
+    boxes,
+    weight_bytes,
+)
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim import EMA, ema
+from zerocast.optim.device_step import CapturableZeroStep
 
 SKIPPED = 2  # a step whose gradients are not finite
 
@@ -223,10 +234,27 @@ def test_an_interrupted_swap():
 
 
 def test_a_step_that_is_interrupted_before_its_average():
+    """Called again it would step with the same gradients."""
     averaged = Averaged()
+    state, average = copy.deepcopy(averaged.optimizer.state_dict()), copy.deepcopy(averaged.ema.state_dict())
     averaged.backward(0)
-    with mock.patch.object(ZeroAdamW, "_finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(ZeroAdamW, "_end_step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         averaged.optimizer.step()
+    assert "an optimizer step failed partway" in error_of(averaged.optimizer.step)
+    averaged.optimizer.load_state_dict(state)
+    averaged.ema.load_state_dict(average)
+    averaged.optimizer.zero_grad()
+    averaged.step(0)
+    averaged.check("after a load")
+
+
+def test_a_captured_step_that_is_interrupted_before_its_average():
+    averaged = Averaged()
+    optimizer = averaged.optimizer
+    captured = Repeated(CapturableZeroStep(optimizer._parts, optimizer._prepare, optimizer._finish, None))
+    averaged.backward(0)
+    with mock.patch.object(ZeroAdamW, "_end_step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        captured()
     averaged.optimizer.zero_grad()
     averaged.follow(0, ranks=1)
     averaged.step(1)

@@ -238,8 +238,9 @@ class CastDriver:
                 self.ready(problem=problem)
                 self.plan.run()
 
-    def step(self, launch: Callable[[], None], step_collectives: "StepCollectives") -> None:
-        """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
+    def step(self, launch: Callable[[], None], step_collectives: "StepCollectives", finish: Callable[[], None]) -> None:
+        """Run `launch`, which steps and casts on the device (`plan.launch`), then gather, and end
+        with the caller's `finish`.
 
         `step_collectives` are the other collectives of `launch`, for a rank that cannot run it.
 
@@ -253,6 +254,7 @@ class CastDriver:
                 launch()
                 self.plan.done()
             self.gather.start(self.plan)
+            finish()
 
     def join_collectives(self, what: str, step_collectives: "StepCollectives", *, masters: bool = False) -> NoReturn:
         """Make all collectives of a write that this rank is not ready for, and raise its problem.

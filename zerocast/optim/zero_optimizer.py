@@ -318,8 +318,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._prepare()
         square_sum = self._reduced_square_sum()
         launch = functools.partial(self._device.launch, self._plan, square_sum)
-        self._driver.step(launch, self._device.step_collectives)
-        self._finish()
+        self._driver.step(launch, self._device.step_collectives, self._end_step)
+        if self._config.verify_every:
+            self._verify_every()
         return loss
 
     @torch.no_grad()
@@ -426,22 +427,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._apply_clip()
 
     def _finish(self) -> None:
-        """Do the CPU's part of a step after the device's: drop the gradients, and verify all live
-        bytes after every `verify_every` steps.
+        self._end_step()
+        self._verify_every()
+
+    def _end_step(self) -> None:
+        """Do the CPU's part of a step after the device's. An exception leaves the step partial: the
+        averages may lack it, and a call that repeats it would step with the same gradients.
         """
-        # If the update of averages raises, the step is only partly done.
         with self._plan.validity.transaction("an optimizer step"):
             self.averages.after_step()
             self._skipped.after_step()
-        self._validity.changed()
-        self._square_sum = None
-        self._clipped = ""
-        self._device.clipped = False
-        self._caller.number += 1
-        self._reducer.reset()
-        # torch's schedulers check this flag, which otherwise only a call of `step` sets.
-        self._opt_called = True
-        self._steps += 1
+            self._validity.changed()
+            self._square_sum = None
+            self._clipped = ""
+            self._device.clipped = False
+            self._caller.number += 1
+            self._reducer.reset()
+            # torch's schedulers check this flag, which otherwise only a call of `step` sets.
+            self._opt_called = True
+            self._steps += 1
+
+    def _verify_every(self) -> None:
+        """Verify all live bytes after every `verify_every` steps."""
         if self._config.verify_every and self._steps % self._config.verify_every == 0:
             verify(self).raise_for_differences()
 
