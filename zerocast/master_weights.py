@@ -25,18 +25,25 @@ def quantize_master_weights(
 ) -> None:
     """Cast master shards into their weights once, through a CastPlan that is built for this call.
 
-    This is for QuantizedWeights; `zerocast.integrations.transformer_engine` has the call for
-    TransformerEngine's own tensors. Arguments and errors are as for `CastPlan`, which compares the
-    arguments of all ranks. Masters that are NaN or Inf raise here, on every rank, after the weights
-    are written: a plan would report them at its next cast, and this one has none. On a GPU the call
-    waits for that. A training loop should keep a plan and call `plan.cast()` instead. With
-    `manual_post_all_gather_processing=False` columnwise copies are dropped and rebuilt by the first
-    backward pass that reads one, which must come after the all-gather.
+    Collective: the ranks compare their arguments and reduce the amaxes. The caller then all-gathers
+    the bytes. A training loop should keep a CastPlan and call `plan.cast()` instead. The weights
+    are QuantizedWeights; `zerocast.integrations.transformer_engine` has the call for
+    TransformerEngine's own tensors.
+
+    The first five arguments, with shapes and dtypes, are those of CastPlan. Pass
+    `manual_post_all_gather_processing=True` to make the columnwise copies after the all-gather by
+    `post_all_gather_processing`. With False the old copies are dropped, and the first backward pass
+    that reads a copy makes it. That pass must come after the all-gather.
+
+    Raises the errors of CastPlan. Raises RuntimeError on every rank if a master is NaN or Inf; the
+    weights are written by then. A plan that is kept raises this in its next cast. This call raises
+    it at once, for which the CPU waits for the device.
     """
     plan = CastPlan(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=fsdp_shard_model_weights
     )
     plan.cast()
+    # This plan makes no further cast, which would raise for masters that are NaN or Inf.
     plan.check_call()
     if not manual_post_all_gather_processing:
         for weight in plan.weights:

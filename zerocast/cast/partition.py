@@ -60,8 +60,9 @@ class MasterShard:
         return self.shard_data if isinstance(self.shard_data, tuple) else (self.shard_data,)
 
     def matrices(self) -> "list[MasterShard]":
-        """Return the shards of the matrices that the weight is stored in, in their order. Nearly
-        always this shard only.
+        """Return the shards of the matrices that the weight is stored in, in their order. These are
+        the matrices of experts if a block would otherwise span two of them. Every other weight is
+        stored as one matrix, and the result is this shard.
         """
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:

@@ -66,13 +66,14 @@ class Plan(abc.ABC):
         (`owners.check_gradients`).
 
         Args:
-            detail: a text that must be the same on all ranks, as the call must be.
+            detail: a description of the cast, such as the learning rates of its step. All ranks
+                must pass the same text.
             find: finds masters and weights for the framework, before the plan does. None if it has
                 nothing to find.
             problem: a problem that this rank has found before this call.
 
-        Raises RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes
-        with the amaxes of a different call.
+        Raises RuntimeError on every rank, on a GPU one cast later, if one all-reduce combined the
+        amaxes of different casts: of two plans, or of casts with different descriptions.
         """
         self._announce(detail)
         try:
@@ -129,7 +130,9 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _announce(self, detail: str) -> None:
-        """Raise the errors that ranks reported of their last cast, and report this one."""
+        """Raise the errors of the last cast that ranks have reported, and let ranks compare which
+        cast each of them is going to make.
+        """
 
     @abc.abstractmethod
     def _follow(self) -> None:
@@ -137,8 +140,8 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the launch of a cast. An exception in it leaves scales as they
-        were.
+        """Return a context for the launch of a cast, which also steps the masters if `masters`. An
+        exception in it leaves scales as they were.
         """
 
     def _raise_delayed_reports(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
@@ -160,19 +163,21 @@ class CastPlan(Plan):
         start_offsets: for each weight, the row-major position of the master's first element.
         group: the ranks that share the masters: a ProcessGroup, a one-dimensional DeviceMesh, or
             None for the default group, or for one process if there is none.
-        fsdp_shard_model_weights: for each weight, storage for the owned codes only, whose first
-            byte holds element `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's
-            own data is then not written. None to write that.
+        fsdp_shard_model_weights: for each weight, separate storage for the codes of the owned
+            elements: a contiguous tensor with the dtype and device of `weight.rowwise_data`, whose
+            first byte holds the element at the start offset; for mxfp8 a (rowwise, columnwise) pair
+            of them. The weight's own data is then not written. None to write that.
         backend: a name from `zerocast.backends`; None to choose one.
         param_groups: for each weight, the row of its scalars in an AdamUpdate, or None if that
             leaves its master as it is. None for casts without an AdamUpdate.
         names: the names of the weights in states and reports; None for `weight 0`, `weight 1` and
             so on.
-        scale_cuts: for each weight, the boundaries between the spans of ranks, if the caller
-            gathers the scale buffers as it gathers the codes, each rank's part in proportion to its
-            span. The rank then computes only these scales, and only amaxes of blocks that a
-            boundary splits are reduced. A weight of mxfp8 needs rows and columns in multiples of
-            128 and boundaries at multiples of 32. None if every rank computes all scales.
+        scale_cuts: None if every rank computes all scales of a weight. If the caller all-gathers
+            the scale buffers like the codes, each rank's part in proportion to its span: for each
+            weight, the boundaries between the spans of ranks, in elements. A rank then computes the
+            scales of its own part, and only the amaxes of blocks that a boundary splits are
+            reduced. For mxfp8 rows and columns must be multiples of 128, boundaries multiples of
+            32.
         validity: the validity of the weights, or of more that is written together with them; None
             for a new one.
         claim: the owner's claim on these weights. None while the plan has no owner.
@@ -217,10 +222,10 @@ class CastPlan(Plan):
             scale_cuts,
             is_overridable=lambda other: other is claim,
         )
-        # After a switch of formats, until a gather has given all ranks the same new bytes. None
-        # otherwise.
+        # Set by a switch of formats, to compare the bytes of ranks until a gather has given all of
+        # them the same new bytes. None otherwise.
         self._switched: SwitchedBytes | None = None
-        # True if casts belong to the steps of a caller, which ranks compare.
+        # True if an optimizer made this plan. Ranks then also compare the number of its step.
         self._compares_steps = given.caller is not None
         self._raises_together = raises_together
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
@@ -238,6 +243,7 @@ class CastPlan(Plan):
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
+        # True until the first cast, which drops the values that the weights were quantized from.
         self._keeps_initial_values = True
         self._lay_out()
         if claim is None:
@@ -296,11 +302,12 @@ class CastPlan(Plan):
         return self.group.size > 1
 
     def _announce(self, detail: str) -> None:
-        # An optimizer step follows passes that came after the last cast, so waiting for that one
-        # costs nothing. Other casts may follow each other immediately: then the CPU waits for the
-        # last one only after it has launched the next one.
-        waits = self._is_stepped or not self.amaxes.reports.reads_late
-        self._check_reports(casts_in_flight=0 if waits else 1)
+        # Before an optimizer step the device has run a forward and a backward pass since the last
+        # cast, so reading the reports of that cast costs no wait. Other casts may follow each other
+        # immediately. Their reports are read after the next cast was launched
+        # (`_raise_delayed_reports`), so that the device has work while the CPU waits.
+        reads_last_cast = self._is_stepped or not self.amaxes.reports.reads_late
+        self._check_reports(casts_in_flight=0 if reads_last_cast else 1)
         if self._switched and self._switched.check():
             self._switched = None
         if self.amaxes.reports.compares_calls:
@@ -499,7 +506,7 @@ class CastPlan(Plan):
 
     @property
     def held(self) -> list[Any]:
-        """The objects that a switch of formats changes."""
+        """The objects whose attributes a switch of formats changes, and restores if it fails."""
         return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_between_steps(self, use: Use) -> None:
@@ -563,8 +570,9 @@ class CastPlan(Plan):
         self.delayed.load_state_dict(delayed_state)
 
     def check_call(self, use: Use | None = None) -> None:
-        """Raise RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with the
-        amaxes of a different call, or if it cast masters that are NaN or Inf.
+        """Raise RuntimeError, on every rank, for errors of the last cast that ranks have reported:
+        masters that were NaN or Inf; on a GPU also amaxes that were reduced with those of a
+        different cast. Waits for the device.
         """
         self._check_reports(casts_in_flight=0)
 
@@ -652,6 +660,7 @@ class CastPlan(Plan):
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast_indices, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
+        # The next cast compares these, to find out whether a weight has moved (`_follow`).
         self._places, self._states = self.validity.places, list(map(_state_of, self.weights))
 
 

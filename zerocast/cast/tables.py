@@ -186,15 +186,15 @@ class WeightTable:
     # -- rows
 
     def add_row(self, shape: Block, place: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
-        """Append a row without addresses, for a matrix of this shape with its amaxes at `place`.
-        Return the row, to be filled in.
+        """Append a row without addresses for a matrix. Return the row, to be filled in.
 
         Args:
-            shape: of the matrix.
-            place: the offsets of its rowwise amaxes, and of its columnwise amaxes if it has a
-                separate columnwise grid.
+            shape: the rows and columns of the matrix.
+            place: the offsets in the packed amaxes of its rowwise amaxes, and of its columnwise
+                amaxes if it has a separate columnwise grid.
             group: the parameter group.
-            shared: the offset of the amax that the weight shares with others. -1 for none.
+            shared: the offset in the packed amaxes of the amax that the weight shares with others.
+                -1 for none.
         """
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = shape
@@ -346,7 +346,7 @@ class WeightTable:
     def _storages(self) -> list[StorageTable]:
         return [self.masters, *self.buffers.values()]
 
-    # -- block rows that only this rank owns, and rows that a boundary between ranks splits
+    # -- parts of this table: block rows that only this rank owns, and rows that a boundary splits
 
     @cached_property
     def rest_of_rows(self) -> "WeightTable | None":

@@ -1,8 +1,10 @@
 """RankReport: the call and the status that a rank sends along with a collective of other data.
 Ranks compare these reports (`Comparison`), so they agree without another collective.
 
-A report is the number of a cast, or a digest of the call that the rank is in, and a status. It has
-two encodings:
+A report is a status, and the number of a cast or a digest of a call. A *call* is the text that
+describes what a rank does in the collective: which plan casts, in which step, with which learning
+rates. Ranks with different calls have combined data that do not belong together. A report has two
+encodings:
 
 * **A header of gathered bytes**, under FSDP2: int32 `[2]`, status and number of the cast. Every
   rank reads the reports of all.
@@ -53,7 +55,7 @@ class ShardStatus(enum.IntEnum):
 
     @property
     def may_be_written(self) -> bool:
-        """True if this rank does not rule out that all ranks with rows were written to."""
+        """True if this rank has written to its masters since the cast, or has none."""
         return self in (ShardStatus.WRITTEN, ShardStatus.EMPTY)
 
 
@@ -118,7 +120,7 @@ class Comparison:
 
     @property
     def may_be_written(self) -> bool:
-        """True if no rank rules out that all ranks with rows were written to."""
+        """True if every rank that has masters has written to them since the cast."""
         return all(ShardStatus(report.status).may_be_written for report in self.reports)
 
 
@@ -127,13 +129,14 @@ class CastReports:
 
     A count of casts would always agree, since the n-th cast of one rank is reduced with the n-th
     cast of another. The digest therefore covers the caller's step, learning rates and clipping.
-    Formats without a NaN code make a finite weight of a NaN master, and an Inf saturates in others:
-    no loss would show it, hence the flags.
+
+    The flags report masters that are NaN or Inf, which the loss may not show: a format without a
+    code for NaN makes a finite weight of it, and Inf saturates in some formats.
 
     On a CPU the calls are compared as soon as they are reduced, the flags before the next cast. On
-    a GPU both are copied to the CPU in one copy behind the cast, unless `raises_together`. It is
-    read at a later call, which is the same on all ranks: when a copy arrives differs between them,
-    and a rank that raised alone would leave the others in their next collective.
+    a GPU, unless `raises_together`, one copy after the cast brings both to the CPU. It arrives on
+    each rank at a different time, so all ranks read it at the same later call: a rank that raised
+    alone would leave the others waiting in their next collective.
 
     Args:
         group: the ranks of the all-reduce.
@@ -141,6 +144,10 @@ class CastReports:
             the two numbers of the call, or none.
         names: the weights that have flags.
         raises_together: True to compare on a GPU as on a CPU, which waits for the device.
+
+    Attributes:
+        compares_calls: True if the reports contain digests of calls.
+        reads_late: True if the CPU reads the reports of a cast at a later call.
     """
 
     def __init__(self, group: Group, numbers: Tensor, names: Sequence[str], raises_together: bool = False) -> None:
@@ -155,11 +162,13 @@ class CastReports:
         self._problem: Exception | None = None
         self.reads_late = _is_on_gpu(numbers) and not raises_together
         self._late = LateCopies(numbers)
-        # If the copies are not read late: whether the flags of the last cast were not read yet.
+        # True if the flags of the last cast were not read yet. Unused if reports are read late.
         self._has_unread = False
 
     def announce(self, call: str) -> None:
-        """Before a cast, store the digest of this rank's call, a verb phrase."""
+        """Store the digest of the call that this rank is about to make, before a cast. `call` is a
+        verb phrase, such as "casts by plan 1 of its group".
+        """
         if not self.compares_calls or (self._is_announced and call == self._call):
             return
         self._call = call
@@ -208,8 +217,8 @@ class CastReports:
         self._has_unread = False
 
     def differ(self) -> bool:
-        """Return True if ranks were in different calls in a cast that `check` has not read yet. On
-        a GPU this waits for it, on a CPU all have raised.
+        """Return True if ranks were in different calls in a cast that `check` has not read yet.
+        Waits for that cast on a GPU. On a CPU the cast has raised by itself, so this is False.
         """
         if not self.reads_late or not self.compares_calls:
             return False

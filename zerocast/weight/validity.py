@@ -184,9 +184,14 @@ class Validity:
     # -- checks
 
     def check(self, use: Use, weight: Any = None, moment: object = None) -> None:
-        """Raise RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be
-        used. Each check compares all masters; of many that are given one `moment`, any object, the
-        first.
+        """Raise RuntimeError unless the bytes may be used.
+
+        Args:
+            use: the use.
+            weight: the weight for COPY, READ and SEND. None for the other uses.
+            moment: an object that stands for a point in time. A check of SEND, or of READ in debug
+                mode, compares the version counters of all masters. Of several checks with the same
+                `moment` only the first compares them. None to compare them in each check.
         """
         writing = self._writing
         if writing.thread is not None or writing.broke_off is not None:
