@@ -36,9 +36,9 @@ MAX_REPLICA_ONLY_CASTS = 256
 class ReductionGroup:
     """The `group` that amaxes are reduced over, on devices of type `device`.
 
-    Tensor parallelism makes `tp_size` slices of a weight. Each is sharded over other ranks, and
-    this rank has slice `tp_rank`. Slices share the amax of the tensor and no block row. `replicas`
-    are the ranks that have the same masters as this one.
+    Tensor parallelism makes `tp_size` slices of a weight, of which this rank has a shard of slice
+    `tp_rank`. No rank has shards of two slices. The slices share the amax of the tensor, and no
+    block spans two of them. `replicas` are the ranks that have the same masters as this one.
     """
 
     group: Group
@@ -152,7 +152,9 @@ class StepAmaxes(PackedAmaxes[str]):
         return self.buffer
 
     def reduce(self) -> None:
-        """Reduce amaxes and flags over the ranks that cast this, then flags over replicas."""
+        """Reduce amaxes and flags over the ranks that hold parts of these weights, then flags over
+        replicas.
+        """
         if self.is_refused:
             self.flags.fill_(REFUSED_FLAG)
         super().reduce()

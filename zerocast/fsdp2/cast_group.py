@@ -4,6 +4,12 @@ bytes that gathers send.
 The layers of a model repeat their shapes. The send buffers of layers that are sharded identically
 are at equal distances in memory, and so are the scale buffers that the stages of a cast fill. One
 strided copy then moves the scales of all these layers into the send buffers.
+
+There are three ways to make the codes that a gather sends. If codes are *kept* (`keep_codes`), a
+cast writes them into the send buffers, where they stay until the next cast. Otherwise each gather
+casts its own codes (GatherCast) and frees them. Codes are *held* if an optimizer is about to step
+inside a backward pass, which still gathers the weights of its forward pass: they are cast once, and
+all gathers until the next cast send them.
 """
 
 import functools
@@ -87,9 +93,10 @@ class CastGroup:
         try:
             for group, gather_cast in self._gather_casts:
                 gather_cast.build_tables(group.weights, self.shards, self.amaxes.offsets, self.delayed)
-            # The tables of all weights but those that a step has measured, or coded.
+            # The tables of all weights except those whose amaxes, or codes, a step has made.
             self._tables_without = TableCache(lambda names: tables(without=names))
-            # The tables of coded weights, for the block rows that a boundary between shards splits.
+            # The tables of the block rows that a boundary between shards splits, for weights whose
+            # other codes a step has written.
             self._split_rows_of = TableCache(
                 lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )
@@ -279,8 +286,8 @@ class CastGroup:
 
 
 class TableCache:
-    """Caches the tables that `build` makes for a set of weights: those that FusedAdamW has measured
-    or coded before a cast. The set changes if experts get no gradient in some steps.
+    """Caches the tables that `build` makes for a set of weights, such as those whose amaxes
+    FusedAdamW has measured. The set changes if experts get no gradient in some steps.
 
     Attributes:
         held: the tables of sets that are kept for the life of this object, keyed by set.

@@ -52,8 +52,8 @@ class GatherStatus:
     Attributes:
         problem: the reason why this rank could not make the last cast, for its error. None if it
             could.
-        is_overlooked: True while a reader may overwrite masters that are not finite, or of which a
-            rank could make no cast.
+        is_overlooked: True inside `overlooked`: errors of earlier casts are not raised, since the
+            caller is about to overwrite all masters.
     """
 
     def __init__(self, validity: Validity) -> None:
@@ -227,8 +227,9 @@ class GatherStatus:
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
-        """While the context is open, raise nothing for headers that are unread so far. It is for a
-        reader that may overwrite masters on all ranks, and then calls `forget`.
+        """While the context is open, raise no error of earlier casts. For code that is about to
+        overwrite the masters on all ranks, such as a load. Headers that are unread now are compared
+        after the context, unless the caller overwrites the masters and calls `forget`.
         """
         sent, unsent = list(self._sent), self._unsent
         self._sent, self._unsent, self.is_overlooked = deque(), [], True

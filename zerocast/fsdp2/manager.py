@@ -92,9 +92,9 @@ class CastManager:
         self._verified_step = 0
         # The cast that the next gather makes first.
         self._due = DueCast.NEXT
-        # The optimizers that have stepped so far. If there are several, a step does not show which
-        # weights it has changed.
-        self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # If several optimizers have stepped so far, a step does not show which weights it has
+        # changed.
+        self._stepped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: Any) -> "CastManager":
@@ -126,18 +126,19 @@ class CastManager:
         if by is None:
             self.plan.param_groups.discard()
         else:
-            self._steppers.add(by)
+            self._stepped_optimizers.add(by)
             self.plan.param_groups.after_step()
 
     def check_trained(self, by: Optimizer) -> None:
-        """Warn about weights that have a gradient and that no optimizer trains which has stepped so
-        far. `by` is about to step. Checked before two steps only (`COMPARED_AFTER`).
+        """Warn about weights that have a gradient although neither `by`, which is about to step,
+        nor an optimizer that has stepped before trains them. Checked before two steps only
+        (`COMPARED_AFTER`).
         """
         # The first cast came before any step.
         if self._steps - 1 not in COMPARED_AFTER:
             return
         trained: set[int] = set()
-        for optimizer in {by, *self._steppers}:
+        for optimizer in {by, *self._stepped_optimizers}:
             for group in optimizer.param_groups:
                 trained.update(map(id, group["params"]))
         untrained = []
@@ -206,8 +207,9 @@ class CastManager:
             self._steps += 1
         # A single optimizer is taken to change all weights. With several, only those count whose
         # masters are known to be written.
-        only_optimizer_stepped = self._due is DueCast.NEXT and len(self._steppers) == 1
-        changed_weights = self.weights if only_optimizer_stepped else self.plan.changed_weights
+        has_one_optimizer = len(self._stepped_optimizers) == 1
+        all_changed = self._due is DueCast.NEXT and has_one_optimizer
+        changed_weights = self.weights if all_changed else self.plan.changed_weights
         changed_together([weight.validity for weight in changed_weights])
         self._due = DueCast.NONE
         self.plan.param_groups.after_cast()

@@ -123,11 +123,11 @@ class ParamGroup:
         self._cast_statuses = [weight.status_after_cast for weight in self.weights]
         self._sent_statuses_cast = -1
 
-    def begin_gather(self, cast: int, device: torch.device) -> None:
-        """Prepare the tensors of all weights that a gather sends, on `device`. `cast` is the number
-        of the last cast. Codes that casts do not keep are cast here, for this gather only.
+    def begin_gather(self, cast_number: int, device: torch.device) -> None:
+        """Prepare the tensors of all weights that a gather sends, on `device`. `cast_number` is the
+        number of the last cast. Codes that casts do not keep are cast here, for this gather only.
         """
-        self._write_headers(cast)
+        self._write_headers(cast_number)
         codes: Sequence[Sequence[Tensor]] = [()] * len(self._buffer_outputs)
         if self.cast_codes is not None:
             codes = self.cast_codes()
@@ -136,7 +136,7 @@ class ParamGroup:
         # Offloaded masters are cast on the CPU and sent from the GPU.
         if self._outgoing[0][0].device != device:
             self._outgoing = [[part.to(device, non_blocking=True) for part in parts] for parts in self._outgoing]
-        self.sent_cast = cast
+        self.sent_cast = cast_number
         if not self.outputs:
             self._share_output_storage(device)
 
@@ -169,15 +169,15 @@ class ParamGroup:
             self._outgoing = []
         return outgoing
 
-    def _write_headers(self, cast: int) -> None:
+    def _write_headers(self, cast_number: int) -> None:
         """Write the current statuses of all weights into their headers, where they differ from what
         the headers contain. All are written before the first weight is sent, since FSDP2 may copy
         its bytes before it asks for the next weight.
         """
-        has_sent_this_cast = self._sent_statuses_cast == cast
+        has_sent_this_cast = self._sent_statuses_cast == cast_number
         header_statuses = self._sent_statuses if has_sent_this_cast else self._cast_statuses
         self._sent_statuses = shard_statuses(self.weights)
-        self._sent_statuses_cast = cast
+        self._sent_statuses_cast = cast_number
         for header, old_status, new_status in zip(self.headers, header_statuses, self._sent_statuses, strict=True):
             # Each write is a kernel launch.
             if old_status != new_status:
@@ -186,10 +186,12 @@ class ParamGroup:
     # -- bytes that all ranks sent
 
     @torch.no_grad()
-    def gather_bytes_again(self, cast: int) -> None:
-        """Gather the bytes of cast number `cast` into the outputs that FSDP2 has gathered into."""
+    def gather_bytes_again(self, cast_number: int) -> None:
+        """Gather the bytes of the cast with this number into the outputs that FSDP2 has gathered
+        into.
+        """
         ranks = Group.of(self.weights[0].shard_mesh)
-        self.begin_gather(cast, self.outputs[0][0].device)
+        self.begin_gather(cast_number, self.outputs[0][0].device)
         for name, outputs, parts in zip(self.names, self.outputs, self._outgoing, strict=True):
             for output, part in zip(outputs, parts, strict=True):
                 with torch_fsdp.unversioned([output]):
@@ -363,13 +365,14 @@ class ParamGroups:
             group.is_of_this_pass = False
         return was_left
 
-    def gather_again_if_stale(self, gathered: Sequence[Any], cast: int, is_written: bool) -> None:
-        """Gather the `gathered` groups again if parameters were written since their gathers, or if
-        any has the bytes of a cast other than number `cast`. Gathers in flight are dropped; FSDP2
-        starts them again when a pass reaches their groups.
+    def gather_again_if_stale(self, gathered: Sequence[Any], cast_number: int, is_written: bool) -> None:
+        """Gather the FSDPParamGroups `gathered` again if parameters were written since their
+        gathers (`is_written`), or if any of them has the bytes of a cast other than `cast_number`,
+        the last one. Gathers in flight are dropped; FSDP2 starts them again when a pass reaches
+        their groups.
         """
-        sent_casts = [group.weights().sent_cast for group in gathered if isinstance(group, torch_fsdp.GroupOfWeights)]
-        if not is_written and all(sent_cast == cast for sent_cast in sent_casts):
+        prepared = [group.param_group() for group in gathered if isinstance(group, torch_fsdp.GroupOfWeights)]
+        if not is_written and all(param_group.sent_cast == cast_number for param_group in prepared):
             return
         torch_fsdp.discard_gathers(self._fsdp_groups)
         for group in gathered:

@@ -133,13 +133,13 @@ def prepare(
     an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
     every rank of the shard group if any differ.
 
-    A gather casts the codes that it sends from the masters, by the scales of the last cast, and
-    reads 4 bytes per element of the shard for it. With `keep_codes=True` a cast makes all codes,
-    and they stay until the next one: 0.5 byte per element of the shard for nvfp4, 1 for FP8. By
-    default they are kept where all of a rank take at most 64 MiB. Keeping more is worth its memory
-    if few tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are kept
-    anyway over shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has stepped
-    within a backward pass.
+    With `keep_codes=False` each gather casts the codes that it sends from the masters, by the
+    scales of the last cast, for which it reads 4 bytes per element of the shard. With
+    `keep_codes=True` each cast makes all codes and keeps them until the next cast, in 0.5 byte per
+    element of the shard for nvfp4 and 1 for FP8. That is worth its memory if few tokens are
+    computed between two gathers (`zerocast/fsdp2/README.md`). By default a rank keeps its codes if
+    they take at most 64 MiB. Codes are always kept if the shard group has one rank, under
+    CPUOffloadPolicy, and once an optimizer has stepped within a backward pass.
 
     `present` is for modules that compute with their own tensor classes: `present(module, name,
     parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. For

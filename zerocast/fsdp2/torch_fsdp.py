@@ -372,13 +372,14 @@ class GroupOfWeights(TrackedGroup):
     disabled meanwhile, since it has nothing to do there and costs CPU time.
 
     Attributes:
-        weights: a weak reference to the ParamGroup, which knows whether weights are merged. Fixed.
+        param_group: a weak reference to zerocast's ParamGroup, which knows whether weights are
+            merged. Fixed.
         all_params: all FSDPParams of the group. Fixed.
         prepared: the FSDPParams of prepared weights. Fixed.
         merged_params: `all_params` without the prepared ones other than the first. Fixed.
     """
 
-    weights: Callable[[], Any]
+    param_group: Callable[[], Any]
     all_params: list[Any]
     prepared: Sequence[Any]
     merged_params: list[Any]
@@ -387,12 +388,12 @@ class GroupOfWeights(TrackedGroup):
         """Begin a gather, unless one has begun. Raises RuntimeError for a master that something has
         replaced, which the first weight would gather as it was before.
         """
-        weights = self.weights()
-        if weights is not None and weights.is_merged:
+        param_group = self.param_group()
+        if param_group is not None and param_group.is_merged:
             try:
                 list(map(_master_of, self.prepared))
             except AttributeError:
-                weights.check_masters()
+                param_group.check_masters()
             self.fsdp_params = self.merged_params
         try:
             super().unshard(async_op)
@@ -401,8 +402,8 @@ class GroupOfWeights(TrackedGroup):
 
     def wait_for_unshard(self) -> None:
         """Take the gathered bytes out of the buffer of the gather."""
-        weights = self.weights()
-        if weights is not None and weights.is_merged:
+        param_group = self.param_group()
+        if param_group is not None and param_group.is_merged:
             self.fsdp_params = self.merged_params
         try:
             super().wait_for_unshard()
@@ -434,9 +435,9 @@ class GroupOfWeights(TrackedGroup):
         self._end_round()
 
     def _end_round(self) -> None:
-        weights = self.weights()
-        if weights is not None:
-            weights.end_round()
+        param_group = self.param_group()
+        if param_group is not None:
+            param_group.end_round()
 
 
 class GroupOfInnerShards(GroupOfWeights):
@@ -469,10 +470,10 @@ _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks
 _master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
-def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
-    """Make an FSDPParamGroup a GroupOfWeights that notifies `weights`, the ParamGroup of the
-    FSDPParams `params`. Return True if it has no other prepared weights, which a second call of
-    `prepare` could have made.
+def take_over_group(group: Any, param_group: Any, params: Sequence[Any]) -> bool:
+    """Make an FSDPParamGroup a GroupOfWeights that notifies `param_group`, the ParamGroup of the
+    FSDPParams `params`. Return True if these are all prepared weights of the FSDPParamGroup. It has
+    others if `prepare` was called twice, for two modules in it.
     """
     prepared = [param for param in group.fsdp_params if hasattr(param._sharded_local_tensor, "weight")]
     _, *others = params
@@ -482,7 +483,7 @@ def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
     group.placements = placements
     group.all_params, group.prepared = group.fsdp_params, params
     group.merged_params = [param for param in group.all_params if param not in others]
-    group.weights = weakref.ref(weights)
+    group.param_group = weakref.ref(param_group)
     return len(prepared) == len(params)
 
 
