@@ -39,10 +39,10 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     masters (`zerocast.verify`), and VerificationError is raised on every rank of the data-parallel
     group if any differ.
 
-    Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not
-    supported, for a byte that a rank casts and does not send, for elements that no rank owns;
-    TypeError for quantized weights of a different library; RuntimeError for a second attachment, an
-    optimizer that has already stepped, and a Megatron version without a needed name.
+    An error of one rank is raised on every rank of its data-parallel group: ValueError for settings
+    that are not supported, for a byte that a rank casts and does not send, for elements that no
+    rank owns; TypeError for quantized weights of a different library; RuntimeError for a second
+    attachment, an optimizer that has already stepped, and a Megatron version without a needed name.
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     with Patches() as patches, host.known_api():
@@ -56,7 +56,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
                 offload.keep_on_cpu(inner, patches)
         owned_shares = collect(distributed, chunks)
 
-        # Let ranks agree on them.
+        # An error of one rank must be raised on all, before they build plans together.
         detached_states = [state for state in map(unattached.state_left_in, distributed) if state is not None]
         _each_on_all_ranks(owned_shares, functools.partial(agree, was_detached=bool(detached_states)))
 
@@ -102,8 +102,8 @@ def agree(owned: OwnedShare, was_detached: bool) -> None:
 
     `was_detached` is True if an earlier attachment of these optimizers was detached.
     """
-    # An optimizer of plain parameters keeps no state of that attachment, under which it may have
-    # stepped.
+    # `detach` leaves no state in an optimizer of plain parameters, which may have stepped while it
+    # was attached.
     is_of_detached = unattached.state_left_in(owned.optimizer) is not None
     may_have_stepped = is_of_detached or (was_detached and not owned.weights)
     problem: Exception | None = None

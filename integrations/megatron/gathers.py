@@ -36,7 +36,8 @@ ADVICE = (
 
 
 class Guard:
-    """The state by which an attachment guards its weights.
+    """Guards the weights of an attachment: lets one thread gather at a time, and raises for uses of
+    weights that are not valid.
 
     Attributes:
         validity: the validity of all weights of an attachment. Its plans have parts of it.
@@ -98,11 +99,12 @@ class Gathers(Gather):
         self.te_tensors = TETensors((own.name, own.param, own.weight) for own in owned.weights)
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
-        # The bucket group of each weight, keyed by id of the weight's state.
+        # The bucket group of each weight, keyed by id of the weight's state. Fixed.
         self._group_of = {
             id(weight_of(param).state): group for group in self._bucket_groups for param in primary_of(group)
         }
         primary = [param for group in self._bucket_groups for param in primary_of(group)]
+        # Each QuantizedWeight with its state in the host's buffers, which `prepare` restores.
         self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
     def prepare(self) -> None:
@@ -225,8 +227,9 @@ class AttachedShare:
         owned: its weights and the masters that this rank owns.
         gathers: the all-gathers of its byte buffers.
         driver: its casts.
-        raises_alone: True if an exception before a cast stays on its rank. The steps and loads of
-            an optimizer that owns whole matrices have collectives of their own before the cast.
+        raises_alone: True if an exception before a cast is raised on its rank only. That is so for
+            an optimizer that owns whole matrices: its steps and loads have collectives of the host
+            before the cast, in which the other ranks may be waiting.
     """
 
     owned: OwnedShare

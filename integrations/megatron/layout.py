@@ -82,13 +82,15 @@ def lay_out_by_width(
 
 
 def whole_matrices(model_builders: Sequence[Any]) -> Iterator[Patch]:
-    """Yield patches of the function that wraps models which megatron.training builds from a
-    configuration: they get the layout of whole matrices. Older releases do not have it in any of
-    their `model_builders`, the modules that build models.
+    """Yield patches that give the models which megatron.training builds from a configuration a
+    layout in which no matrix is split between ranks, as Muon needs.
 
-    Megatron makes that layout only for models that a script provides. For models from a
+    Megatron makes such a layout only for models that a script provides. For models from a
     configuration it computes the layout of a DistributedOptimizer, for any optimizer, and none
     under Muon.
+
+    `model_builders` are the host's modules that build models. They are patched where they have the
+    function `_ddp_wrap`, which wraps a model in DistributedDataParallel. Older releases lack it.
     """
     (kind,) = host.layer_wise()
     tag = host.module(kind.__module__).tag_params_for_buffer_routing

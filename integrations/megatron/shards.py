@@ -33,9 +33,11 @@ class OwnedMaster(NamedTuple):
 
     Attributes:
         param: the unsharded parameter.
-        master: their FP32 master, the host's own tensor.
+        master: their FP32 master, the host's own contiguous tensor. It is flat, or has the shape of
+            the parameter if the rank owns all of it.
         start: the row-major position of the first element.
-        rounded: returns the same elements in the host's buffer. Called for plain parameters only.
+        rounded: returns the same elements in the host's buffer, in the dtype of the parameter.
+            Called for plain parameters only.
     """
 
     param: Any
@@ -46,15 +48,20 @@ class OwnedMaster(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of an optimizer that one group of ranks divides.
+    """The parameters of an optimizer whose masters one group of ranks owns together.
+
+    A DistributedOptimizer has one share. A LayerWiseDistributedOptimizer has one for dense layers,
+    and one for experts if it updates any.
 
     Attributes:
         optimizer: the host's optimizer.
-        process_group: the group of ranks.
-        buffers: the host's buffers, with the parameters of all ranks of the group.
+        process_group: the ranks that own the masters.
+        buffers: the host's buffers with these parameters, the same on every rank of the group.
         masters: iterates over the masters that this rank owns.
-        replica: (index of the group, instance), which identifies entries that the group saves once.
-        suffix: is appended to the names of entries where one optimizer saves several shares.
+        replica: (index of the group, index of the optimizer instance), which identify the
+            checkpoint entries that are saved once for the group.
+        suffix: the end of the names of those entries. It is not empty for experts, since one
+            optimizer then saves the entries of two shares.
     """
 
     optimizer: Any

@@ -21,8 +21,8 @@ from . import host
 from .primary import shares_codes
 from .shards import shares
 
-# Prefixes of the names of the methods that raise.
-_BEGIN = (
+# Prefixes of the names of methods that write masters or weights, or prepare to.
+_WRITING_PREFIXES = (
     "_copy_main_params",
     "_copy_model_params",
     "_init_optimizer_states",
@@ -33,8 +33,8 @@ _BEGIN = (
     "step",
 )
 # This method makes the state dict that a save writes, or the template that a load fills.
-_FILLS = "sharded_state_dict"
-# These raise only after an attachment that left its weights partial.
+_SAVES_OR_PREPARES_LOAD = "sharded_state_dict"
+# These methods raise only after an attachment that left its weights partial.
 _SAVES = ("save_parameter_state", "state_dict")
 
 
@@ -74,7 +74,7 @@ class RefusedMethod:
 
     def _saves_complete_weights(self, args: Any, kwargs: Any) -> bool:
         partial = self.detached is not None and self.detached.validity.partial is not None
-        return self._name == _FILLS and not host.is_loading(args, kwargs) and not partial
+        return self._name == _SAVES_OR_PREPARES_LOAD and not host.is_loading(args, kwargs) and not partial
 
     def _raise(self, method: str) -> NoReturn:
         if self.detached is None:
@@ -95,9 +95,9 @@ def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
     attachment that left its weights partial.
     """
     accept(optimizer)
-    names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
+    names = [name for name in dir(type(optimizer)) if name.startswith(_WRITING_PREFIXES)]
     saves = _SAVES if detached is not None and detached.validity.partial else ()
-    for name in (*names, _FILLS, *saves):
+    for name in (*names, _SAVES_OR_PREPARES_LOAD, *saves):
         vars(optimizer)[name] = RefusedMethod(optimizer, name, detached)
 
 

@@ -101,7 +101,9 @@ class BucketBytes:
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     def start(self, group: Group, what: str = "weight bytes") -> None:
-        """Begin to gather the bytes of all ranks, in place. Errors name the bytes as `what`."""
+        """Begin to all-gather the flat buffers in place: each rank sends its equal part of each.
+        `wait` completes it. Errors name the bytes as `what`.
+        """
         parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
         pairs = zip(self.flats, parts, strict=True)
         self._works = [group.all_gather_into(*pair, async_op=True, what=what) for pair in pairs]
@@ -116,8 +118,8 @@ class BucketBytes:
     def record(self) -> None:
         """Record the current contents of the parameters, with which later checks compare."""
         self._versions = list(map(_version, self._watched))
-        recording = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        self._copies = [flat.clone() for flat in self.flats] if debugging() and not recording else []
+        is_capturing = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        self._copies = [flat.clone() for flat in self.flats] if debugging() and not is_capturing else []
 
     def check(self) -> bool:
         """Return True if parameters are stored outside of their views. Raises RuntimeError if they

@@ -58,7 +58,7 @@ class WeightGather(Gather):
     in the order of the forward pass.
 
     Args:
-        buffers: the buckets in the order of the backward pass.
+        buckets: the buckets in the order of the backward pass.
         group: the ranks that share the masters.
         validity: the validity of all weights.
         backend: the backend that makes columnwise copies.
@@ -66,15 +66,15 @@ class WeightGather(Gather):
     """
 
     def __init__(
-        self, buffers: Sequence[BucketBytes], group: Group, validity: Validity, backend: str, overlap: bool
+        self, buckets: Sequence[BucketBytes], group: Group, validity: Validity, backend: str, overlap: bool
     ) -> None:
-        in_forward_order = buffers[::-1]
-        self._buffers = sorted(in_forward_order, key=lambda buffer: not buffer.is_plain)
+        in_forward_order = buckets[::-1]
+        self._buckets = sorted(in_forward_order, key=lambda bucket: not bucket.is_plain)
         self._group, self._validity, self._overlap = group, validity, overlap
         # The columnwise copies of each bucket, keyed by its id. Fixed.
-        self._columnwise = {id(buffer): ColumnwiseCopies(buffer.weights, backend) for buffer in buffers}
+        self._columnwise = {id(bucket): ColumnwiseCopies(bucket.weights, backend) for bucket in buckets}
         # The bucket of each weight, keyed by the id of the weight's state. Fixed.
-        self._buffer_of_state = {id(weight.state): buffer for buffer in buffers for weight in buffer.weights}
+        self._bucket_of_state = {id(weight.state): bucket for bucket in buckets for weight in bucket.weights}
         # The buckets whose gather is in flight, keyed by id.
         self._in_flight: dict[int, BucketBytes] = {}
         # The events of finished gathers for which other streams may still have to wait, keyed by
@@ -83,19 +83,19 @@ class WeightGather(Gather):
 
     def finish_all(self) -> None:
         """Finish all gathers in flight."""
-        for buffer in list(self._in_flight.values()):
-            self._finish(buffer)
+        for bucket in list(self._in_flight.values()):
+            self._finish(bucket)
 
     def check(self) -> bool:
         """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
         other code has written parameters since the last cast.
 
-        Buckets whose gather is in flight are skipped. Nothing has read or written them yet.
+        Buckets whose gather is in flight are skipped, since nothing has read or written them yet.
         """
         has_moved = False
-        for buffer in self._buffers:
-            if id(buffer) not in self._in_flight:
-                has_moved = buffer.check() or has_moved
+        for bucket in self._buckets:
+            if id(bucket) not in self._in_flight:
+                has_moved = bucket.check() or has_moved
         return has_moved
 
     def prepare(self) -> None:
@@ -113,20 +113,22 @@ class WeightGather(Gather):
         checking for writes. Called before loaded masters are cast, which overwrites all weights.
         """
         self.finish_all()
-        for buffer in self._buffers:
-            buffer.reclaim()
+        for bucket in self._buckets:
+            bucket.reclaim()
 
     def tables(self) -> list[WeightTable]:
-        """Return the tables of the columnwise copies."""
-        return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
+        """Return the tables of the columnwise copies. A CUDA graph holds their addresses."""
+        return [table for bucket in self._buckets for table in self._columnwise[id(bucket)].tables()]
 
     def done(self) -> None:
-        """Mark all columnwise copies as current. Called after a replay of a graph that gathers."""
+        """Do the CPU's part of a gather that the replay of a CUDA graph has made: mark all
+        columnwise copies as current.
+        """
         self._validity.copied()
-        # The replay has run no Python, so it has not recorded the contents of buffers.
+        # `_finish` records the contents of the buckets, but a replay runs no Python.
         if debugging():
-            for buffer in self._buffers:
-                buffer.record()
+            for bucket in self._buckets:
+                bucket.record()
 
     def start(self, plan: CastPlan) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
@@ -135,17 +137,17 @@ class WeightGather(Gather):
         """
         with contextlib.ExitStack() as stack:
             # With the locks, threads that read now wait until all gathers have begun.
-            for buffer in self._buffers:
-                stack.enter_context(buffer.lock)
+            for bucket in self._buckets:
+                stack.enter_context(bucket.lock)
             if self._overlap:
                 self._validity.before_read = self._finish_before_read
-            for number, buffer in enumerate(self._buffers, 1):
+            for number, bucket in enumerate(self._buckets, 1):
                 if self._group.size > 1:
-                    buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
-                self._in_flight[id(buffer)] = buffer
-        for buffer in self._buffers:
-            if buffer.is_plain or not self._overlap:
-                self._finish(buffer)
+                    bucket.start(self._group, f"weight bytes {number} of {len(self._buckets)}")
+                self._in_flight[id(bucket)] = bucket
+        for bucket in self._buckets:
+            if bucket.is_plain or not self._overlap:
+                self._finish(bucket)
         if not self._overlap:
             self._validity.copied()
 
@@ -153,37 +155,37 @@ class WeightGather(Gather):
         """Finish the gather of a weight that is about to be read, and let the current stream wait
         for its bytes.
         """
-        buffer = self._buffer_of_state[id(weight.state)]
-        self._finish(buffer)
-        ready_event = self._ready_events.get(id(buffer))
+        bucket = self._bucket_of_state[id(weight.state)]
+        self._finish(bucket)
+        ready_event = self._ready_events.get(id(bucket))
         if ready_event is not None and ready_event.follow():
-            self._ready_events.pop(id(buffer), None)
+            self._ready_events.pop(id(bucket), None)
             self._remove_read_hook()
 
-    def _finish(self, buffer: BucketBytes) -> None:
+    def _finish(self, bucket: BucketBytes) -> None:
         """Finish the gather of one bucket and make its columnwise copies.
 
         A second thread waits here for the first. If this raises, the gather stays in flight, and
         the next read tries again.
         """
-        with buffer.lock:
-            if id(buffer) not in self._in_flight or buffer.is_finishing:
+        with bucket.lock:
+            if id(bucket) not in self._in_flight or bucket.is_finishing:
                 return
             # Making the copies reads the weights, which calls this method again in this thread.
-            buffer.is_finishing = True
+            bucket.is_finishing = True
             try:
                 if self._group.size > 1:
-                    buffer.wait()
+                    bucket.wait()
                 # Without overlap `start` finishes all gathers, and marks all weights together.
-                self._columnwise[id(buffer)].make(marks=self._overlap)
+                self._columnwise[id(bucket)].make(marks=self._overlap)
             finally:
-                buffer.is_finishing = False
-            buffer.record()
-            may_be_read_later = self._overlap and not buffer.is_plain
-            ready_event = ReadyEvent.now(buffer.flats[0].device) if may_be_read_later else None
+                bucket.is_finishing = False
+            bucket.record()
+            may_be_read_later = self._overlap and not bucket.is_plain
+            ready_event = ReadyEvent.now(bucket.flats[0].device) if may_be_read_later else None
             if ready_event is not None:
-                self._ready_events[id(buffer)] = ready_event
-            del self._in_flight[id(buffer)]
+                self._ready_events[id(bucket)] = ready_event
+            del self._in_flight[id(bucket)]
             if not self._in_flight:
                 self._remove_read_hook()
 
