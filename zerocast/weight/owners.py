@@ -53,9 +53,11 @@ _logged: set[str] = set()
 # The models that hold quantized weights, in the order in which they were quantized. Ranks quantize
 # in the same order, so a walk over this dict visits models in the same order on all ranks.
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
-# The hook before every step of a torch optimizer. Empty until the first such weight is read.
+# The hook of torch's optimizers that raises for weights that have a gradient and no owner. Empty
+# until the first weight without an owner is read.
 _hooks: list[RemovableHandle] = []
-# The hook before every step of a torch optimizer, which raises for optimizers over weights.
+# The hook of torch's optimizers that raises if they would step a QuantizedWeight itself and not its
+# master. Empty until the first QuantizedWeight is made.
 _refusals: list[RemovableHandle] = []
 
 
