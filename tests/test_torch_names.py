@@ -13,13 +13,12 @@ from torch import nn
 
 import zerocast
 from zerocast import torch_names
-from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS
+from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, PrivateName
 
 PACKAGE = Path(zerocast.__file__).parent
 TABLE = PACKAGE / "torch_names.py"
 # Private names of Python and transformers, our compiled module, and texts that look like names.
 NOT_TORCH = {
-    "_asdict",
     "_available",
     "_cuda",
     "_exit",
@@ -34,61 +33,6 @@ NOT_TORCH = {
     "_scale_inv",
     "_shape",
     "_slice_file",
-}
-
-# The private names of torch that instances have, or that code asks for, by their use.
-OF_INSTANCES = {
-    "the parameter group of a module": ["_fsdp_param_group"],
-    "the parameter groups of a module": ["_fsdp_param_groups"],
-    "notice that a backward pass raised": ["_state_ctx"],
-    "whether a group is within a pass": ["_training_state"],
-    "free the groups that a forward pass left gathered": ["_to_sharded"],
-    "read attributes of gathered weights without __torch_function__": ["_to_unsharded"],
-    "a user's hook runs as without zerocast": ["_all_reduce_hook"],
-    "drop gathers of a pass that raised": ["_all_gather_result"],
-    "refuse reshard_after_forward=<int>": ["_use_post_forward_mesh"],
-    "ranks of a reduction agree on its wire": ["_reduce_scatter_process_group"],
-    "lay gradients out for a reduction": ["_reduce_scatter_comm"],
-    "the master behind an FSDPParam": ["_sharded_local_tensor"],
-    "the parameter that modules see": ["_unsharded_param"],
-    "gather in a different format after a switch": ["_unsharded_inner_tensors"],
-    "the modules that see a parameter": ["_module_info"],
-    "the shape before FSDP2 sharded the weight": ["_orig_size"],
-    "the name of a parameter, for an error": ["_param_fqn"],
-    "the local tensor of a DTensor, outside of autograd": ["_local_tensor"],
-    "key compiled graphs by local tensors": ["_stable_hash_for_caching"],
-    "parameters that are subclasses": ["_is_param"],
-    "put a parameter of a different class into a module": ["_parameters"],
-    "the entries that a state dict leaves out": ["_non_persistent_buffers_set"],
-    "schedulers know of a captured step": ["_opt_called"],
-    "the first or last hook of a step casts": ["_optimizer_step_post_hooks"],
-    "run the hooks of states by name": [
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    ],
-    "the stream of a launch, faster": ["_cuda_getCurrentRawStream"],
-    "which arguments an operator writes": ["_schema"],
-    "distinguish overloads of an operator": ["_overloadname"],
-    "products by two scales, where torch has them": ["_scaled_mm_v2"],
-    "which products a CPU has": ["_is_mkldnn_bf16_supported"],
-    "raise on, or run, operators by name": [
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-        "_foreach_",
-        "_foreach_lerp",
-        "_foreach_lerp_",
-        "_foreach_sub",
-        "_foreach_sub_",
-        "_fused_",
-        "_lazy_clone",
-        "_local_scalar_dense",
-        "_pin_memory",
-        "_to_copy",
-        "_to_dense",
-        "_to_sparse",
-    ],
 }
 
 
@@ -139,25 +83,21 @@ def foreign_names() -> dict[str, str]:
     }
 
 
-def known() -> set[str]:
-    """Return all names that the tables of the package and of this file have."""
-    return {name for names in (FSDP2, OTHERS, OF_INSTANCES) for of_owner in names.values() for name in of_owner}
-
-
 def test_private_names_are_in_the_table() -> None:
+    known = {name.name for name in (*FSDP2, *OTHERS)}
     found = foreign_names()
     assert "_unsharded_param" in found
-    assert {name: file for name, file in found.items() if name not in known() | NOT_TORCH} == {}
+    assert {name: file for name, file in found.items() if name not in known | NOT_TORCH} == {}
 
 
 def test_the_table_has_nothing_beyond_what_is_used() -> None:
     text = "\n".join(path.read_text() for path, _ in trees())
     words = set(re.findall(r"\b_\w+", text))
-    assert known() - words == set()
+    assert [name.name for name in (*FSDP2, *OTHERS) if name.name not in words] == []
 
 
 def test_this_torch_has_the_names() -> None:
-    assert torch_names.missing_names(FSDP2, OTHERS) == []
+    assert torch_names.missing_names((*FSDP2, *OTHERS)) == []
 
 
 @pytest.fixture
@@ -169,9 +109,9 @@ def fresh_check() -> Iterator[None]:
 
 
 def test_prepare_refuses_a_torch_that_lacks_a_name(fresh_check: None) -> None:
-    gone = {"torch.autograd": ["_gone_in_this_torch"]}
-    refused = pytest.raises(RuntimeError, match=r"torch\.autograd\._gone_in_this_torch, which this torch lacks")
-    with mock.patch.object(torch_names, "FSDP2", gone), refused:
+    gone = PrivateName("_gone_in_this_torch", "torch.autograd", "a test", "none")
+    refused = pytest.raises(RuntimeError, match="_gone_in_this_torch, which this torch lacks")
+    with mock.patch.object(torch_names, "FSDP2", (gone,)), refused:
         zerocast.fsdp2.prepare(nn.Linear(32, 32), {"weight": "nvfp4"})
 
 
