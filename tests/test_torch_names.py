@@ -19,6 +19,7 @@ PACKAGE = Path(zerocast.__file__).parent
 TABLE = PACKAGE / "torch_names.py"
 # Private names of Python and transformers, our compiled module, and texts that look like names.
 NOT_TORCH = {
+    "_asdict",
     "_available",
     "_cuda",
     "_exit",

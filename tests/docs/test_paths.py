@@ -60,12 +60,13 @@ def test_files_that_the_source_names_are_there() -> None:
 
 
 def test_a_page_with_a_table_of_files_names_all() -> None:
-    """A page whose table has rows for files of its own folder names every module of that folder."""
+    """A page whose table has rows for files of its own folder names every module of that folder but tests."""
     tables = 0
     for path in markdown_files():
         text = path.read_text()
         rows = [named for named in ROW.findall(text) if (path.parent / named).is_file()]
-        modules = {module.name for module in path.parent.glob("*.py")} - {"__init__.py", "__main__.py", "conftest.py"}
+        modules = {module.name for module in path.parent.glob("*.py") if not module.name.startswith("test_")}
+        modules -= {"__init__.py", "__main__.py", "conftest.py"}
         if len(rows) > 2 and "`<stage>.py`" not in text:
             tables += 1
             assert sorted(modules - set(MARKED.findall(text))) == [], f"name them in a row of the table of {path}"

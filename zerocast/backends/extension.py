@@ -133,14 +133,10 @@ class CompiledStage:
     from_table: Sequence[Callable[[FormatSpec, Tensor], Any]] = ()
     skip_place: int | None = None
 
-    def is_skipped(self, arguments: Sequence[Any]) -> bool:
-        """Return True if the flag is read here and holds True."""
-        skip = None if self.skip_place is None else arguments[self.skip_place]
-        return skip is not None and bool(skip)
-
     def __call__(self, *arguments: Any) -> None:
         """Run the stage once, by all arguments of its table entry."""
-        if self.is_skipped(arguments):
+        skip = None if self.skip_place is None else arguments[self.skip_place]
+        if skip is not None and bool(skip):
             return
         table = arguments[self.table_place]
         values = [convert(arguments[place]) for place, convert in self.converters]
@@ -174,7 +170,9 @@ class BoundStage:
     def __call__(self, arguments: Sequence[Any]) -> None:
         """Run the stage by all arguments of its table entry. The fixed ones are only checked."""
         stage = self._stage
-        if stage.is_skipped(arguments):
+        # The same lines as above: a step runs ten stages, and each call costs.
+        skip = None if stage.skip_place is None else arguments[stage.skip_place]
+        if skip is not None and bool(skip):
             return
         addresses = list(map(Tensor.data_ptr, self._tensors))
         if addresses != self._addresses:
