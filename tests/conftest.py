@@ -85,14 +85,6 @@ def bind_arguments(item: Any) -> None:
         pytest.fail(f"the arguments do not fit: {mismatches[0]}", pytrace=False)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Let pytest-xdist fork its workers."""
-    from tests.forked import fork_workers
-
-    fork_workers(config)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
     """Collect no garbage while modules are imported: they stay, and collections took a sixth of the time. Use one

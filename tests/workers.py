@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, util
@@ -86,16 +86,15 @@ def fork_server() -> None:
 
     if torch.cuda.is_available() or Coverage.current() is not None:
         return
-    with patch.object(util, "spawnv_passfds", lambda _, arguments, kept: fork(arguments[-1], kept)):
+    with patch.object(util, "spawnv_passfds", _fork), warnings.catch_warnings():
+        # Python 3.12 warns of threads, which may hold locks. Those of pytest-xdist and of numpy wait, and hold none.
+        warnings.simplefilter("ignore", DeprecationWarning)
         forkserver.ensure_running()
 
 
-def fork(program: str, kept: Sequence[int]) -> int:
-    """Run a Python program in a fork of this process that has these of its files. Returns the number of the new process."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns of threads, which may hold locks. Those of pytest-xdist and of numpy wait, and hold none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+def _fork(path: object, arguments: list[Any], kept: list[int]) -> int:
+    """Run a Python program, the last of the arguments, in a fork of this process. Returns the number of the new process."""
+    process = os.fork()
     if process:
         return process
     try:
@@ -107,7 +106,7 @@ def fork(program: str, kept: Sequence[int]) -> int:
                 os.dup2(nowhere, number, inheritable=False)
         # pytest has replaced them.
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        exec(program, {})
+        exec(arguments[-1], {})
     finally:
         os._exit(0)
 
