@@ -1,4 +1,4 @@
-"""An accelerator that is played on a CPU: its tensors say that they lie on it, and what fails on a GPU for their device raises.
+"""An accelerator that is played on a CPU: its tensors say that they are on it, and what fails on a GPU for their device raises.
 
 Its memory is storage of the CPU that has a mark. What an operator makes of marked tensors is marked, and so is what is made for
 its `DEVICE`. An operator that takes tensors of both devices raises, apart from copies and numbers, and so does a collective that
@@ -57,7 +57,7 @@ _to, _numpy, _make_wrapper = Tensor.to, Tensor.numpy, Tensor._make_wrapper_subcl
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Return True if a tensor lies on the accelerator."""
+    """Return True if a tensor is on the accelerator."""
     if type(tensor) in (Tensor, nn.Parameter):
         return _device_of(tensor) == CPU and hasattr(tensor.untyped_storage(), "is_on_the_accelerator")
     inner = getattr(tensor, "_local_tensor", getattr(tensor, "rowwise_data", None))
@@ -161,9 +161,9 @@ def _collective(send: Callable[..., Any]) -> Callable[..., Any]:
         is_ours = sys._getframe(1).f_globals["__name__"].startswith("zerocast.")
         for tensor in tree_leaves((args, kwargs)):
             if is_ours and isinstance(tensor, Tensor) and is_there(tensor) == is_gloo:
-                lies, served = ("an accelerator", "the CPU") if is_gloo else ("the CPU", "an accelerator")
+                sent_from, served = ("an accelerator", "the CPU") if is_gloo else ("the CPU", "an accelerator")
                 raise RuntimeError(
-                    f"{send.__name__} of a tensor of {lies}, {tensor.shape}, over a group that serves {served}"
+                    f"{send.__name__} of a tensor of {sent_from}, {tensor.shape}, over a group that serves {served}"
                 )
         return send(*args, group=group, **kwargs)
 

@@ -1,5 +1,6 @@
-"""What ranks send, and what is computed with it, lies where NCCL and the weights need it: runs over an accelerator that is played
-on a CPU, where gloo would take a tensor of any device.
+"""Ranks send tensors of the device that NCCL serves, and compute on the device of the weights.
+
+The accelerator of these runs is played on a CPU, where gloo itself would take a tensor of any device.
 """
 
 import dataclasses

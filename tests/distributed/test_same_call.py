@@ -1,9 +1,7 @@
 """Ranks whose casts meet those of another call: all of them say so, without debug mode and without a collective more."""
 
-import contextlib
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +13,6 @@ import zerocast
 from tests.workers import Ranks, error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.cast import plan
-from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.distributed.rank_report import DIGESTS, CastReports
 
@@ -275,26 +272,3 @@ def test_a_call_is_announced_by_one_launch() -> None:
         reports.after_reduction()
         reports.announce("casts")
         assert launched.call_count == 3
-
-
-class _SentFrom(Group):
-    """Two ranks whose backend serves only the device "meta", as NCCL serves only GPUs."""
-
-    sent_from: ClassVar[list[str]] = []
-
-    @staticmethod
-    def create() -> "_SentFrom":
-        handle: Any = SimpleNamespace(_device_types=[torch.device("meta")])
-        return _SentFrom(handle, 0, 2)
-
-    def all_reduce_max(self, tensor: Tensor, what: str = "", async_op: bool = False) -> None:
-        self.sent_from.append(tensor.device.type)
-
-
-def test_numbers_lie_on_a_device_that_the_sending_dimension_serves() -> None:
-    """FSDP2 without replicas: a dimension of one process comes before the one that NCCL reduces."""
-    group = _SentFrom.create()
-    with contextlib.suppress(NotImplementedError):  # a tensor of "meta" has no values to return
-        largest_of_ranks([ONE_PROCESS, group], [1, 2], "numbers")
-    assert group.sent_from == ["meta"]
-    assert largest_of_ranks([ONE_PROCESS], [1, 2], "numbers") == [1, 2]

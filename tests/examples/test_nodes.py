@@ -74,7 +74,7 @@ class Nodes:
         return self._agents[node].poll() is not None
 
     def cut(self) -> None:
-        """Take the link down: packets are lost, and nobody is told."""
+        """Take the link down: packets are lost, and no process gets an error."""
         _ip("-n", self.names[1], "link", "set", self.interface[1], "down")
 
     def mend(self) -> None:

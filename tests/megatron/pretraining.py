@@ -305,7 +305,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 
 @contextlib.contextmanager
 def uninstalled_afterwards() -> Iterator[None]:
-    """Whatever is installed while the context is open is uninstalled when it closes."""
+    """Uninstall, when the context closes, all that was installed while it was open."""
     try:
         yield
     finally:

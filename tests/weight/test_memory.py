@@ -1,4 +1,4 @@
-"""No byte outside of a buffer is read or written, whatever a file, a freed storage or a call by hand says.
+"""No byte outside of a buffer is read or written, also for a hostile file, a freed storage or a call by hand.
 
 Calls that would do so raise before any byte is touched, in `python -O` too: `python -O -m tests.weight.test_memory` runs all of
 them and names those that did not.

@@ -320,7 +320,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         launch = functools.partial(self._device.launch, self._plan, square_sum)
         self._driver.step(launch, self._device.step_collectives, self._end_step)
         if self._config.verify_every:
-            self._verify_every()
+            self._verify_every(self._config.verify_every)
         return loss
 
     @torch.no_grad()
@@ -427,8 +427,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._apply_clip()
 
     def _finish(self) -> None:
+        """Do the CPU's part of a step whose device part was replayed."""
         self._end_step()
-        self._verify_every()
+        if self._config.verify_every:
+            self._verify_every(self._config.verify_every)
 
     def _end_step(self) -> None:
         """Do the CPU's part of a step after the device's. An exception leaves the step partial: the
@@ -447,9 +449,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._opt_called = True
             self._steps += 1
 
-    def _verify_every(self) -> None:
-        """Verify all live bytes after every `verify_every` steps."""
-        if self._config.verify_every and self._steps % self._config.verify_every == 0:
+    def _verify_every(self, steps: int) -> None:
+        """Verify all live bytes if this step is the last of `steps`."""
+        if self._steps % steps == 0:
             verify(self).raise_for_differences()
 
     @torch.no_grad()

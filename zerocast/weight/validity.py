@@ -221,7 +221,8 @@ class Validity:
     @property
     def all_clean(self) -> bool:
         """True if `check` would pass, and has no further check to make, before a READ of a weight
-        that these casts write. A step reads every weight several times, so this calls nothing.
+        that these casts write. A gather may still be in flight, for which the reader waits. A step
+        reads every weight several times, so this calls nothing.
         """
         writing = self._writing
         is_idle = writing.thread is None and writing.broke_off is None
