@@ -1,5 +1,5 @@
-// The message of a gradient from one rank to another, for host and device: GradientMessage of
-// zerocast/formats/layout.py.
+// The message of a gradient from one rank to another in FP8, for host and device: GradientMessage
+// of zerocast/formats/layout.py.
 #pragma once
 
 #include "descriptor.h"

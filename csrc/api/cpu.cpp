@@ -223,7 +223,12 @@ void quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages
 
 void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool adds, const Memory& out, int threads) {
   const int64_t numel = check_add_gradients(messages, parts, out);
-  cpu::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, threads);
+  const Array sum = array_of("out", out);
+  if (messages.dtype == "uint8") {
+    cpu::add_gradients(messages.address, parts, divisor, adds, sum, numel, threads);
+  } else {
+    cpu::add_plain_gradients(array_of("messages", messages), parts, divisor, adds, sum, numel, threads);
+  }
 }
 
 }  // namespace

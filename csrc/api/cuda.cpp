@@ -194,10 +194,15 @@ void quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages
 void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool adds, const Memory& out,
                    const StreamArgument& stream) {
   const int64_t numel = check_add_gradients(messages, parts, out);
-  cuda::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, stream_of(stream));
+  const Array sum = array_of("out", out);
+  if (messages.dtype == "uint8") {
+    cuda::add_gradients(messages.address, parts, divisor, adds, sum, numel, stream_of(stream));
+  } else {
+    cuda::add_plain_gradients(array_of("messages", messages), parts, divisor, adds, sum, numel, stream_of(stream));
+  }
 }
 
-void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, bool adds, const StreamArgument& stream) {
+void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, const StreamArgument& stream) {
   std::vector<int64_t> numels;
   int64_t numel = 0;
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -208,8 +213,7 @@ void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, bool a
     throw std::invalid_argument("out has " + std::to_string(elements_of("out", out)) + " elements and the gradients " +
                                 std::to_string(numel));
   }
-  cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), adds,
-                stream_of(stream));
+  cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), stream_of(stream));
 }
 
 // Returns the input of a product, which must have `rows` x `columns` elements.

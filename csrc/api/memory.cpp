@@ -143,7 +143,12 @@ int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory&
 int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory& out) {
   const int64_t numel = elements_of("out", out);
   check_reach("out", out, "float32", out.bytes);
-  check_messages(messages, parts, numel);
+  if (!is_of(messages.dtype, "floats")) {
+    check_messages(messages, parts, numel);
+  } else if (check_parts("a gradient", messages, parts) / parts != numel) {
+    throw std::invalid_argument("out has " + std::to_string(numel) + " elements and the gradients of " +
+                                std::to_string(parts) + " parts " + std::to_string(elements_of("messages", messages)));
+  }
   return numel;
 }
 

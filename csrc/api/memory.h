@@ -75,7 +75,7 @@ std::vector<Upcast> check_upcasts(const Format& format, const Memories& data, co
 int64_t check_parts(const char* name, const Memory& memory, int64_t parts);
 
 // Returns the number of elements: of `grad`, which is sent as `parts` messages; of `out`, to which
-// `parts` messages are added.
+// `parts` messages are added. These are FP8 messages, or equal parts of a tensor of floats.
 int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages);
 int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory& out);
 

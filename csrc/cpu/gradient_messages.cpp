@@ -16,6 +16,7 @@ using EncodeGroup = float (*)(const void* elements, int64_t n, uint8_t* codes); 
 
 struct AddLoops {
   void (*decode)(const uint8_t* codes, float scale_inv, bool first, float* total, int64_t n);
+  void (*widen)(const void* elements, bool first, float* total, int64_t n);
   void (*put_mean)(const float* total, float divisor, bool adds, float* out, int64_t n);
 };
 
@@ -31,6 +32,21 @@ namespace {
 constexpr int64_t kRun = 32 * kGradientGroup;  // elements whose sums stay in the first-level cache
 
 int64_t runs_of(const GradientMessage& part) { return (part.numel + kRun - 1) / kRun; }
+
+// `add_sender(sender, first, total, n)` adds elements [first, first + n) of a sender to the total, which the first
+// sender sets.
+template <class AddSender>
+void add_senders(int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads, const AddLoops& loops,
+                 const AddSender& add_sender) {
+  if (out.dtype != Dtype::kFloat32) throw std::invalid_argument("gradients are added in float32");
+  parallel_for(runs_of({numel}), threads, [&](int64_t task) {
+    const int64_t first = task * kRun, n = std::min(numel - first, kRun);
+    alignas(64) std::array<float, kRun> total;
+    for (int64_t sender = 0; sender < parts; ++sender) add_sender(sender, first, total.data(), n);
+    auto* target = reinterpret_cast<float*>(out.address) + first;
+    loops.put_mean(total.data(), static_cast<float>(divisor), adds, target, n);
+  });
+}
 
 }  // namespace
 
@@ -55,24 +71,27 @@ void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messa
 }
 
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads) {
-  if (out.dtype != Dtype::kFloat32) throw std::invalid_argument("gradients are added in float32");
   const GradientMessage part{numel};
-  const AddLoops loops = ZC_AT_LEVEL(add_loops)();
-  parallel_for(runs_of(part), threads, [&](int64_t task) {
-    const int64_t first = task * kRun, last = std::min(numel, first + kRun);
-    alignas(64) std::array<float, kRun> total;
-    for (int64_t sender = 0; sender < parts; ++sender) {
-      const auto* message = reinterpret_cast<const uint8_t*>(messages) + sender * part.bytes();
-      for (int64_t i = first; i < last; i += kGradientGroup) {
-        float scale_inv;
-        std::memcpy(&scale_inv, message + part.scales_at() + i / kGradientGroup * 4, sizeof scale_inv);
-        const int64_t n = std::min<int64_t>(kGradientGroup, last - i);
-        loops.decode(message + i, scale_inv, sender == 0, total.data() + (i - first), n);
-      }
+  const AddLoops loops = ZC_AT_LEVEL(add_loops)(Dtype::kFloat32);
+  const auto add_message = [&](int64_t sender, int64_t first, float* total, int64_t n) {
+    const auto* message = reinterpret_cast<const uint8_t*>(messages) + sender * part.bytes();
+    for (int64_t i = first; i < first + n; i += kGradientGroup) {
+      float scale_inv;
+      std::memcpy(&scale_inv, message + part.scales_at() + i / kGradientGroup * 4, sizeof scale_inv);
+      const int64_t of_group = std::min<int64_t>(kGradientGroup, first + n - i);
+      loops.decode(message + i, scale_inv, sender == 0, total + (i - first), of_group);
     }
-    auto* target = reinterpret_cast<float*>(out.address) + first;
-    loops.put_mean(total.data(), static_cast<float>(divisor), adds, target, last - first);
-  });
+  };
+  add_senders(parts, divisor, adds, out, numel, threads, loops, add_message);
+}
+
+void add_plain_gradients(Array gradients, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads) {
+  const AddLoops loops = ZC_AT_LEVEL(add_loops)(gradients.dtype);
+  const auto add_part = [&](int64_t sender, int64_t first, float* total, int64_t n) {
+    const uintptr_t elements = gradients.address + (sender * numel + first) * size_of(gradients.dtype);
+    loops.widen(reinterpret_cast<const void*>(elements), sender == 0, total, n);
+  };
+  add_senders(parts, divisor, adds, out, numel, threads, loops, add_part);
 }
 
 }  // namespace zerocast::cpu

@@ -79,8 +79,9 @@ void adam_8bit_cast(const Format& format, Dtype nominal, const std::vector<Adam8
                     const Adam8bitStep& step, Array packed, const Bases& row_data, int threads);
 
 // The messages of the `parts` equal parts of a gradient of `numel` elements, and the sum of `parts`
-// messages of `numel` elements (gradient_message.h).
+// messages of `numel` elements, in FP8 (gradient_message.h) or in the dtype of the gradient.
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
+void add_plain_gradients(Array gradients, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
 
 }  // namespace zerocast::cpu

@@ -16,6 +16,8 @@ static_assert(kGradientGroup == kInputGroup, "a row of a tile is a group");
 constexpr int kTileElements = kGradientGroup * kGradientGroup;
 constexpr int kWarps = kThreads / kWarpLanes, kOfLane = kGradientGroup / kWarpLanes;
 constexpr int kSenders = 8;  // senders whose codes are loaded together
+// Of gradients that are not messages: neighbouring elements of a load, and loads of a thread in flight together.
+constexpr int kFour = 4, kTimes = 8;
 
 int64_t blocks_for(int64_t work, int64_t each) { return (work + each - 1) / each; }
 
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __device__ float landed(float before, float total, float divisor, bool adds) {
-  const float mean = total / divisor;
+  // A NaN keeps its bits if there is nothing to divide.
+  const float mean = divisor == 1.0f ? total : total / divisor;
   return adds ? before + mean : mean;
 }
 
@@ -136,6 +139,56 @@ __global__ void __launch_bounds__(kThreads)
   out[at] = landed(adds ? out[at] : 0.0f, total, divisor, adds);
 }
 
+template <class Word>
+struct alignas(kFour * sizeof(Word)) Neighbours {
+  Word words[kFour];
+};
+
+// Gradients that are not messages. All parts and `out` are aligned to four elements.
+template <class In>
+__global__ void __launch_bounds__(kThreads) add_plain_fours_kernel(const typename In::Word* gradients, int32_t parts,
+                                                                   int64_t numel, float divisor, bool adds, float* out) {
+  using From = Neighbours<typename In::Word>;
+  constexpr int64_t kStride = kThreads * kFour;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kStride * kTimes + threadIdx.x * kFour;
+  float total[kTimes][kFour];
+  for (int32_t sender = 0; sender < parts; ++sender) {
+    From loaded[kTimes];
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int64_t at = first + i * kStride;
+      if (at < numel) loaded[i] = *reinterpret_cast<const From*>(gradients + sender * numel + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFour; ++j) {
+        const float value = In::widen(loaded[i].words[j]);
+        total[i][j] = sender == 0 ? value : total[i][j] + value;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    const int64_t at = first + i * kStride;
+    if (at >= numel) continue;
+    auto* target = reinterpret_cast<float4*>(out + at);
+    const float4 before = adds ? *target : float4{};
+    *target = {landed(before.x, total[i][0], divisor, adds), landed(before.y, total[i][1], divisor, adds),
+               landed(before.z, total[i][2], divisor, adds), landed(before.w, total[i][3], divisor, adds)};
+  }
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads) add_plain_elements_kernel(const typename In::Word* gradients, int32_t parts,
+                                                                      int64_t numel, float divisor, bool adds, float* out) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= numel) return;
+  float total = In::widen(gradients[at]);
+  for (int32_t sender = 1; sender < parts; ++sender) total = total + In::widen(gradients[sender * numel + at]);
+  out[at] = landed(adds ? out[at] : 0.0f, total, divisor, adds);
+}
+
 }  // namespace
 
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream) {
@@ -157,6 +210,20 @@ void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds
   launch(whole ? add_eights_kernel : add_elements_kernel, blocks_for(numel, whole ? kThreads * kElements : kThreads),
          kThreads, stream, reinterpret_cast<const uint8_t*>(messages), static_cast<int32_t>(parts), part,
          static_cast<float>(divisor), adds, reinterpret_cast<float*>(out.address));
+}
+
+void add_plain_gradients(Array gradients, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel,
+                         Stream stream) {
+  if (out.dtype != Dtype::kFloat32) throw std::invalid_argument("gradients are added in float32");
+  for_storage(gradients.dtype, [&](auto in) {
+    using In = decltype(in);
+    const bool whole = numel % kFour == 0 && gradients.address % sizeof(Neighbours<typename In::Word>) == 0 &&
+                       out.address % sizeof(float4) == 0;
+    launch(whole ? add_plain_fours_kernel<In> : add_plain_elements_kernel<In>,
+           blocks_for(numel, whole ? kThreads * kFour * kTimes : kThreads), kThreads, stream,
+           reinterpret_cast<const typename In::Word*>(gradients.address), static_cast<int32_t>(parts), numel,
+           static_cast<float>(divisor), adds, reinterpret_cast<float*>(out.address));
+  });
 }
 
 }  // namespace zerocast::cuda

@@ -1,5 +1,5 @@
 // Gradients that are reduced together, laid out by rank in the dtype of the reduction, as FSDP2's
-// `fsdp::chunk_cat` does (zerocast/fsdp2/reduction.py), or added to what is there. This is not a stage.
+// `fsdp::chunk_cat` does (zerocast/fsdp2/reduction.py). This is not a stage.
 //
 // A rank's row has its concatenated parts of the gradients. A launch takes up to kMostGradients as
 // arguments, so nothing is copied to the device for it.
@@ -36,15 +36,13 @@ struct Gradients {
   int64_t row;     // elements for a rank
 };
 
-// `before` is what the place has.
-template <class In, class Out, bool kAdds>
-__device__ typename Out::Word written(typename In::Word word, typename Out::Word before) {
-  if constexpr (kAdds) return Out::narrow(__fadd_rn(Out::widen(before), In::widen(word)));
+template <class In, class Out>
+__device__ typename Out::Word written(typename In::Word word) {
   if constexpr (std::is_same_v<In, Out>) return word;
   return Out::narrow(In::widen(word));
 }
 
-template <class In, class Out, bool kAdds>
+template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) lay_out_kernel(const __grid_constant__ Gradients all, typename Out::Word* rows) {
   using From = Four<typename In::Word>;
   using To = Four<typename Out::Word>;
@@ -60,32 +58,27 @@ __global__ void __launch_bounds__(kThreads) lay_out_kernel(const __grid_constant
   if (is_aligned && begin + kBlockElements <= gradient.numel) {
     const int64_t first = begin + threadIdx.x * kFour;
     From loaded[kTimes];
-    To before[kTimes];
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
       loaded[i] = *reinterpret_cast<const From*>(from + first + i * kThreads * kFour);
-      if constexpr (kAdds) before[i] = *reinterpret_cast<const To*>(to + first + i * kThreads * kFour);
     }
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
       To four;
 #pragma unroll
-      for (int j = 0; j < kFour; ++j) {
-        four.words[j] = written<In, Out, kAdds>(loaded[i].words[j], before[i].words[j]);
-      }
+      for (int j = 0; j < kFour; ++j) four.words[j] = written<In, Out>(loaded[i].words[j]);
       *reinterpret_cast<To*>(to + first + i * kThreads * kFour) = four;
     }
     return;
   }
   const int64_t end = begin + kBlockElements < gradient.numel ? begin + kBlockElements : gradient.numel;
-  for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) to[at] = written<In, Out, kAdds>(from[at], to[at]);
+  for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) to[at] = written<In, Out>(from[at]);
 }
 
 }  // namespace
 
 void lay_out(const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& numels, Dtype dtype, int64_t ranks,
-             Array out, bool adds, Stream stream) {
-  if (adds && out.dtype != Dtype::kFloat32) throw std::invalid_argument("gradients are added in float32");
+             Array out, Stream stream) {
   if (out.dtype != dtype && out.dtype != Dtype::kFloat32) {
     throw std::invalid_argument("gradients are laid out in their own dtype or in float32");
   }
@@ -103,14 +96,12 @@ void lay_out(const std::vector<uintptr_t>& gradients, const std::vector<int64_t>
     }
     for_grad(dtype, [&](auto in) {
       using In = decltype(in);
-      const auto run = [&](auto to, auto adding) {
+      const auto run = [&](auto to) {
         using Out = decltype(to);
         auto* rows = reinterpret_cast<typename Out::Word*>(out.address);
-        launch(lay_out_kernel<In, Out, decltype(adding)::value>, all.blocks * ranks, kThreads, stream, all, rows);
+        launch(lay_out_kernel<In, Out>, all.blocks * ranks, kThreads, stream, all, rows);
       };
-      if (adds) return run(Float32{}, std::true_type{});
-      if (out.dtype == Dtype::kFloat32) return run(Float32{}, std::false_type{});
-      return run(in, std::false_type{});
+      return out.dtype == Dtype::kFloat32 ? run(Float32{}) : run(in);
     });
   }
 }

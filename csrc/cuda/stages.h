@@ -74,10 +74,9 @@ struct Upcast {
 };
 void upcast(const Format& format, const std::vector<Upcast>& weights, Stream stream);
 
-// Row i of `out` gets the part of each gradient that rank i reduces, added to what it has if `adds`.
-// Ranks have equal parts.
+// Row i of `out` gets the part of each gradient that rank i reduces. Ranks have equal parts.
 void lay_out(const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& numels, Dtype dtype, int64_t ranks,
-             Array out, bool adds, Stream stream);
+             Array out, Stream stream);
 
 struct AdamState {
   uintptr_t master;
@@ -113,9 +112,12 @@ void adam_8bit_cast(const Format& format, Dtype nominal, const Adam8bitState& st
                     const AdamStep& step, uintptr_t steps, Array packed, DeviceBases row_data, Stream stream);
 
 // The messages of the `parts` equal parts of a gradient of `numel` elements, and the sum of `parts`
-// messages of `numel` elements (gradient_message.h). Messages are aligned to 16 bytes.
+// messages of `numel` elements: in FP8 (gradient_message.h), aligned to 16 bytes, or in the dtype of
+// the gradient.
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream);
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, Stream stream);
+void add_plain_gradients(Array gradients, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel,
+                         Stream stream);
 
 // Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are
 // `[rows, columns]`; scales of groups, which are this many elements of a row,

@@ -74,6 +74,31 @@ def test_sums(any_backend: str, adds: bool, seed: int) -> None:
                 assert np.isnan(out.numpy()[256:384]).all(), "a group with an infinity"
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_plain_gradients(any_backend: str, dtype: torch.dtype, adds: bool, seed: int) -> None:
+    """In the order of the ranks, in f32, divided once; whole thread blocks, rests, and addresses of single elements."""
+    for ranks, numel, offset in ((1, 8192 + 4, 0), (2, 8192, 1), (3, 130, 0), (17, 1000, 0), (2, 7, 3), (2, 0, 0)):
+        for divisor in (ranks, 1):
+            sent = torch.from_numpy(gradients(ranks * numel + offset, seed, "special")).to(dtype)[offset:]
+            before = torch.from_numpy(gradients(numel + offset, seed - 1, "ordinary"))[offset:]
+            total = torch.zeros(numel)
+            for rank, part in enumerate(sent.view(ranks, numel)):
+                total = part.float() if rank == 0 else total + part.float()
+            mean = total / torch.full_like(total, divisor)
+            out = before.clone()
+            devices.stage(any_backend, "add_gradients")(sent, ranks, divisor, adds, out)
+            torch.testing.assert_close(
+                out,
+                before + mean if adds else mean,
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+                msg=f"{ranks} x {numel}, {divisor}",
+            )
+            assert torch.equal(out.signbit() | out.isnan(), (before + mean if adds else mean).signbit() | out.isnan())
+
+
 def test_the_layout() -> None:
     """1.03 bytes an element; scales and messages begin at multiples of 16 bytes."""
     assert GradientMessage(2**20).nbytes == 2**20 + 2**20 // 32
@@ -109,3 +134,19 @@ def test_what_is_no_gradient_or_no_message_is_refused(stage: str) -> None:
         )
         with pytest.raises(error):
             getattr(ops, stage)("reference", **arguments)
+
+
+def test_plain_gradients_of_another_size_or_kind_are_refused() -> None:
+    """On every backend alike, before a kernel reads or writes them."""
+    sent, out = torch.ones(256), torch.ones(128)
+    bad: list[tuple[Tensor, int, Tensor, type[Exception]]] = [
+        (sent[:-1], 2, out, ValueError),
+        (sent, 1, out, ValueError),
+        (sent, 0, out, ValueError),
+        (sent.double(), 2, out, TypeError),
+        (sent, 2, out.bfloat16(), TypeError),
+        (torch.ones(512)[::2], 2, out, ValueError),
+    ]
+    for messages, parts, target, error in bad:
+        with pytest.raises(error):
+            ops.add_gradients("reference", messages=messages, parts=parts, divisor=2, adds=False, out=target)

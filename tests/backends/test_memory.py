@@ -245,6 +245,7 @@ def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
     messages = torch.zeros(2, 2112, dtype=torch.uint8)
     yield "quantize_gradient", (big, 2, messages)
     yield "add_gradients", (messages, 2, 2, False, torch.zeros(2048))
+    yield "add_gradients", (big, 2, 2, False, torch.zeros(2048))
     codes, out = torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(SHAPE)
     yield "dequantize", (get_format("fp8_current"), codes, torch.ones(1), None, *SHAPE, False, out)
     halves, scales = torch.zeros(32, 16, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)

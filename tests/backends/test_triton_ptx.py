@@ -116,6 +116,7 @@ def run_gradient_messages(dtype: torch.dtype) -> None:
     triton.quantize_gradient(torch.zeros(8192, dtype=dtype), 2, messages)
     for adds in (False, True):
         triton.add_gradients(messages, 2, 2, adds, torch.zeros(4096))
+        triton.add_gradients(torch.zeros(8192, dtype=dtype), 2, 2, adds, torch.zeros(4096))
 
 
 def run_inputs_of_products() -> None:

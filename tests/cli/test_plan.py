@@ -27,7 +27,7 @@ from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main
-from zerocast.distributed.gradient_wire import QuantizedReduceScatter
+from zerocast.distributed.gradient_wire import RankOrderReduceScatter
 from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
 from zerocast.footprint.model_files import PRESET_FILE, Parameter, presets, read_model
 from zerocast.footprint.weight_bytes import PlannedConfig
@@ -351,7 +351,7 @@ def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
         mock.patch.object(reducer, "_put", watched(reducer._put)),
         mock.patch.object(PendingBucket, "packed", watched(PendingBucket.packed)),
         mock.patch.object(Reduction, "__init__", watched(Reduction.__init__)),
-        mock.patch.object(QuantizedReduceScatter, "__init__", watched(QuantizedReduceScatter.__init__)),
+        mock.patch.object(RankOrderReduceScatter, "__init__", watched(RankOrderReduceScatter.__init__)),
     ):
         loss.backward()
     assert len(levels) > len(list(model.parameters()))

@@ -190,6 +190,17 @@ def check_messages(backend: str, messages: Tensor, flat: Tensor, parts: int, num
         raise ValueError(f"{parts} messages of {numel:,} elements have {needed:,} bytes, got {messages.numel():,}")
 
 
+def check_parts(backend: str, gradients: Tensor, out: Tensor, parts: int) -> None:
+    """Raise TypeError or ValueError unless `gradients` has `parts` times the elements of `out`."""
+    check_backend(backend, out.device)
+    check_plain("the sum", out, (torch.float32,), 0, out.device)
+    check_plain("gradients", gradients, FLOATS, 0, out.device)
+    if gradients.numel() != parts * out.numel():
+        raise ValueError(
+            f"{parts} gradients of {out.numel():,} elements are needed, got {gradients.numel():,} elements"
+        )
+
+
 # The dtypes of the lists of the stages of Adam with moments in 8 bits.
 _LISTS_OF_PIECES = {
     "masters": (torch.float32,),

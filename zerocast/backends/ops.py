@@ -74,10 +74,10 @@ STAGES = {
 # The schema type of each kind. What a kind means: "format" and "dtype" are a format's text and a
 # nominal dtype; "bases" are base tensors whose dtype follows from the stage, "codes" are base
 # tensors of bytes, "typed" and "typed_bases" have one of several dtypes; "flat" is a contiguous
-# tensor without a table, "data" the buffer of one weight; "messages" are bytes of gradient
-# messages; "table" and "pieces" are int64 rows on the device, "groups" int64 numbers, one per row
-# of the table or of the scalars; "scalars" has a row of Adam's scalars per parameter group, and
-# "clip" is f32[1]; "skip" is None or a flag on the device.
+# tensor without a table, "data" the buffer of one weight; "messages" are gradients as they are
+# sent, mostly bytes; "table" and "pieces" are int64 rows on the device, "groups" int64 numbers, one
+# per row of the table or of the scalars; "scalars" has a row of Adam's scalars per parameter group,
+# and "clip" is f32[1]; "skip" is None or a flag on the device.
 _TYPES = {"format": "str", "dtype": "ScalarType", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(("optional", "skip"), "Tensor?")
 _TYPES |= dict.fromkeys(("bases", "codes", "typed_bases"), "Tensor[]")
@@ -215,7 +215,10 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
         raise ValueError(
             f"add_gradients needs at least one part and a divisor of at least 1, got {parts} and {divisor}"
         )
-    checks.check_messages(backend, messages, out, parts, out.numel())
+    if messages.dtype is torch.uint8:
+        checks.check_messages(backend, messages, out, parts, out.numel())
+    else:
+        checks.check_parts(backend, messages, out, parts)
 
 
 # The checks of the stages whose elements are not, or not only, described by a descriptor table,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerocast.distributed.agreement import validate_across_ranks
-from zerocast.distributed.gradient_wire import QuantizedReduceScatter, check_grad_wire
+from zerocast.distributed.gradient_wire import RankOrderReduceScatter, check_grad_wire
 from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torch_fsdp
 
@@ -46,13 +46,18 @@ def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
         problem = error
     for group in {id(group): group for group in torch_fsdp.reduction_groups(model)}.values():
         validate_across_ranks(Group.of(group), [], problem, "sets grad_wire", {"grad_wire": grad_wire})
-    reduce_scatter: Any = _ReduceScatter() if grad_wire else torch_fsdp.default_reduce_scatter()
+    reduce_scatter: Any = _ReduceScatter(grad_wire) if grad_wire else torch_fsdp.default_reduce_scatter()
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
 
 
 class _ReduceScatter:
-    """The reduce-scatter that FSDP2 calls. It keeps nothing between calls."""
+    """The reduce-scatter that FSDP2 calls. It keeps nothing between calls but the name of the wire
+    format.
+    """
+
+    def __init__(self, wire: str) -> None:
+        self._wire = wire
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for gradients that are reduced, and for the result."""
@@ -69,7 +74,8 @@ class _ReduceScatter:
                 "set_gradient_divide_factor asks for a product with each gradient, which fp8_1x128 does not carry: "
                 "scale the loss, or set_grad_wire(model, None)"
             )
-        reduction = QuantizedReduceScatter(input_tensor, Group.of(group), None, "the gradients of an FSDP unit")
+        what = "the gradients of an FSDP unit"
+        reduction = RankOrderReduceScatter(input_tensor, Group.of(group), self._wire, None, what)
         is_exact = output_tensor.dtype is torch.float32
         exact = output_tensor if is_exact else torch.empty_like(output_tensor, dtype=torch.float32)
         reduction.land(exact, divisor, adds=False)

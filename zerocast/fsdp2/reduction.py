@@ -8,7 +8,7 @@ same number of bytes. The backend `cuda` has a kernel that needs no table.
 
 `accumulate` adds the gradients of micro-batches in the dtype of the reduction. Torch's kernel for
 an FP32 and a bf16 operand takes 1.7 times as long as a copy of the same number of bytes, so the
-kernel of the backend does this too.
+stage `add_gradients` does this.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.backends import ops
 
 # torch 2.15 calls the second one, which also takes gradients of several dtypes.
 CHUNK_CATS = ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
@@ -63,23 +64,19 @@ def accumulate(gradient: Tensor, total: Tensor | None) -> Tensor | None:
     no total yet.
 
     Return None, with nothing done, if FSDP2 must do it: for operands other than a contiguous bf16
-    gradient and a contiguous FP32 total, for a gradient that can be differentiated, and if the
-    backend of the device has no kernel for it.
+    gradient and a contiguous FP32 total, and for a gradient that can be differentiated.
     """
     if type(gradient) is not Tensor or gradient.dtype is not torch.bfloat16 or not gradient.is_contiguous():
         return None
     if gradient.requires_grad:
         return None
-    kernel = getattr(backends.load(backends.choose(gradient.device)), "lay_out", None)
-    if kernel is None:
-        return None
+    adds = total is not None
     if total is None:
         total = torch.empty_like(gradient, dtype=torch.float32)
-        kernel([gradient], 1, total)
-        return total
-    if type(total) is not Tensor or total.dtype is not torch.float32 or not total.is_contiguous():
+    elif type(total) is not Tensor or total.dtype is not torch.float32 or not total.is_contiguous():
         return None
-    kernel([gradient], 1, total, adds=True)
+    backend = backends.choose(gradient.device)
+    ops.add_gradients(backend, messages=gradient, parts=1, divisor=1, adds=adds, out=total)
     return total
 
 

@@ -99,9 +99,8 @@ quantize_gradient = _stage("quantize_gradient")
 add_gradients = _stage("add_gradients")
 
 
-def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor, *, adds: bool = False) -> None:
+def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
     """Write to row i of `out`, (ranks, elements for a rank), the concatenated parts of all
-    gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype. If
-    `adds` is set, they are added to what `out` has, which is f32.
+    gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype.
     """
-    kernels.lay_out(memories(gradients), ranks, memory(out), adds, stream_of(out))
+    kernels.lay_out(memories(gradients), ranks, memory(out), stream_of(out))

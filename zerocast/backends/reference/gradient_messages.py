@@ -1,4 +1,6 @@
-"""The messages of gradients that are sent as FP8 (docs/formats/fp8_1x128.md) in plain torch."""
+"""The messages of gradients that are sent as FP8 (docs/formats/fp8_1x128.md), and the sum of what
+ranks send, in plain torch.
+"""
 
 import torch
 from torch import Tensor
@@ -27,19 +29,20 @@ def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
 
 
 def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
-    """Stage add_gradients: add the messages of `parts` ranks in the order of the ranks, and divide
-    by `divisor`.
+    """Stage add_gradients: add the messages of `parts` ranks, in FP8 or in the dtype of the
+    gradient, in the order of the ranks, and divide by `divisor`.
     """
-    layout = GradientMessage(out.numel())
-    if not layout.numel:
+    if not out.numel():
         return
-    values = []
-    for message in messages.view(parts, layout.nbytes):
-        scale_inv = message[layout.scales_at :][: 4 * layout.groups].view(torch.float32)
-        element_scales = scale_inv.repeat_interleave(layout.GROUP)[: layout.numel]
-        values.append(decode_e4m3(message[: layout.numel]) * element_scales)
-    total, *others = values
+    is_fp8 = messages.dtype is torch.uint8
+    total, *others = [_decoded(row, out.numel()) if is_fp8 else row.float() for row in messages.view(parts, -1)]
     for value in others:
         total = total + value
     mean = total / torch.full_like(total, divisor)
     out.copy_(out + mean if adds else mean)
+
+
+def _decoded(message: Tensor, numel: int) -> Tensor:
+    layout = GradientMessage(numel)
+    scale_inv = message[layout.scales_at :][: 4 * layout.groups].view(torch.float32)
+    return decode_e4m3(message[:numel]) * scale_inv.repeat_interleave(layout.GROUP)[:numel]

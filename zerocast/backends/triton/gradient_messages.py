@@ -1,5 +1,5 @@
 """Stages quantize_gradient and add_gradients: gradients that are sent between ranks as FP8, in
-groups of 128 elements with one scale.
+groups of 128 elements with one scale, or in their dtype.
 """
 
 import torch
@@ -24,9 +24,7 @@ def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
     part = GradientMessage(grad.numel() // parts)
     tiles = triton.cdiv(part.groups, GROUPS)
     sizes = part.numel, part.groups, part.scales_at, part.nbytes, tiles
-    # Triton's interpreter loses the subnormals of bf16, so the kernel reads bf16 as integers.
-    is_bf16 = grad.dtype is torch.bfloat16
-    words = grad.view(torch.int16) if is_bf16 else grad
+    words, is_bf16 = _words(grad)
     constants = {"GROUP": part.GROUP, "GROUPS": GROUPS, "BF16": is_bf16}
     launch(_quantize, parts * tiles, grad.device, words, messages, *sizes, **constants)
 
@@ -36,9 +34,19 @@ def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: T
     `out` or add it to `out`.
     """
     part = GradientMessage(out.numel())
-    sizes = part.numel, part.scales_at, part.nbytes, float(divisor)
-    constants = {"PARTS": parts, "ADDS": adds, "GROUP": part.GROUP, "RUN": RUN}
-    launch(_add, triton.cdiv(part.numel, RUN), out.device, messages, out, *sizes, **constants)
+    is_fp8 = messages.dtype is torch.uint8
+    words, is_bf16 = _words(messages)
+    sizes = part.numel, part.scales_at, part.nbytes if is_fp8 else part.numel, float(divisor)
+    constants = {"PARTS": parts, "ADDS": adds, "FP8": is_fp8, "BF16": is_bf16, "GROUP": part.GROUP, "RUN": RUN}
+    launch(_add, triton.cdiv(part.numel, RUN), out.device, words, out, *sizes, **constants)
+
+
+def _words(gradient: Tensor) -> tuple[Tensor, bool]:
+    """Return a gradient as kernels read it, and whether it is bf16. Triton's interpreter loses the
+    subnormals of bf16, so kernels read bf16 as integers.
+    """
+    is_bf16 = gradient.dtype is torch.bfloat16
+    return gradient.view(torch.int16) if is_bf16 else gradient, is_bf16
 
 
 @triton.jit
@@ -59,10 +67,7 @@ def _quantize(
     message = messages + part * nbytes
     group = tile.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(grad + part * numel + i, mask=i < numel, other=0)
-    if BF16:
-        x = as_f32(x.to(tl.int32) << 16)
-    x = x.to(tl.float32)
+    x = _widened(grad + part * numel + i, i < numel, BF16)
     amax = tl.max(magnitude(x), 1)
     scale = tl.minimum(tl.div_rn(448.0, as_f32(amax)).to(tl.int32, bitcast=True), FLT_MAX)
     scale = tl.where(amax == 0, ONE, scale)
@@ -83,19 +88,21 @@ def _add(
     out,
     numel,
     scales_at,
-    nbytes,
+    stride,
     divisor,
     PARTS: tl.constexpr,
     ADDS: tl.constexpr,
+    FP8: tl.constexpr,
+    BF16: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
     here = i < numel
-    total = _values(messages, i, here, scales_at, GROUP)
+    total = _values(messages, i, here, scales_at, FP8, BF16, GROUP)
     for _ in range(1, PARTS):
-        messages += nbytes
-        total = total + _values(messages, i, here, scales_at, GROUP)
+        messages += stride
+        total = total + _values(messages, i, here, scales_at, FP8, BF16, GROUP)
     mean = tl.div_rn(total, divisor)
     if ADDS:
         mean = tl.load(out + i, mask=here, other=0.0) + mean
@@ -103,8 +110,20 @@ def _add(
 
 
 @triton.jit
-def _values(message, i, here, scales_at, GROUP: tl.constexpr):
+def _values(message, i, here, scales_at, FP8: tl.constexpr, BF16: tl.constexpr, GROUP: tl.constexpr):
     """Return the elements `i` of one message."""
-    codes = tl.load(message + i, mask=here, other=0).to(tl.int32)
-    scales = (message + scales_at).to(tl.pointer_type(tl.float32))
-    return decode(codes, "e4m3") * tl.load(scales + i // GROUP, mask=here, other=0.0)
+    if FP8:
+        codes = tl.load(message + i, mask=here, other=0).to(tl.int32)
+        scales = (message + scales_at).to(tl.pointer_type(tl.float32))
+        return decode(codes, "e4m3") * tl.load(scales + i // GROUP, mask=here, other=0.0)
+    else:
+        return _widened(message + i, here, BF16)
+
+
+@triton.jit
+def _widened(at, here, BF16: tl.constexpr):
+    """Return elements of a gradient as f32."""
+    x = tl.load(at, mask=here, other=0)
+    if BF16:
+        x = as_f32(x.to(tl.int32) << 16)
+    return x.to(tl.float32)
