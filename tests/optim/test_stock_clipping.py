@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.optim.runs import ADAM, Run, Trainer, boxes, rank, world
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
+from zerocast.optim.norm import GradientNorms
+from zerocast.optim.reduction import Reduction
 
 LIBRARY = ZeroConfig(bucket_size=4096)
 # Muon's parameters are complete first and lie last.
@@ -99,6 +102,36 @@ def test_norms(run):
     assert ulps(get_total_norm(few), of_few.float()) <= 4
     per_parameter = [ulps(g.norm(), g.full_tensor().double().norm().float()) for g in gradients(trainer)]
     assert max(per_parameter) <= 1
+
+
+@pytest.mark.parametrize("change", ["nothing", "changed", "removed", "zeroed", "another pass"])
+@pytest.mark.parametrize("run", some(CASES, "2 library", "1 logical"))
+@on_ranks(2)
+def test_the_norm_is_begun_beside_the_last_reduction(run, change):
+    """A pass adds up squares before it waits for its last bucket. What changes before the clip is not missed."""
+    trainer = Trainer(run)
+    order = []
+
+    def watched(cls: Any, name: str) -> Any:
+        call = getattr(cls, name)
+        return mock.patch.object(cls, name, lambda *given: (order.append(name), call(*given))[1])
+
+    with watched(Reduction, "finish"), watched(GradientNorms, "begin_square_sum"):
+        trainer.probe.backward(BUSY, rank())
+    assert order[-2:] == ["begin_square_sum", "finish"] and order.count("begin_square_sum") == 1
+    early = trainer.optimizer._layout.gradients[0].slots[0].parameter
+    if change == "changed":
+        early.grad.mul_(2.0)
+    elif change == "zeroed":
+        early.grad.zero_()
+    elif change == "another pass":
+        trainer.probe.backward(2, rank())
+    left = [p for p in trainer.probe.parameters() if p is not early or change != "removed"]
+    expected = [parameter.grad.full_tensor().reshape(-1).double() for parameter in left]
+    if change == "removed":
+        early.grad = None
+    norm = trainer.optimizer.clip_grad_norm_(1e30)
+    assert ulps(norm, torch.cat(expected).norm().float()) <= 1
 
 
 @pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, False), slow(1, False), slow(2, True)])

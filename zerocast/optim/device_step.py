@@ -20,11 +20,10 @@ from zerocast.cast.captured_step import CapturableStep
 from zerocast.cast.host import StepCollectives
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
-from zerocast.distributed.group import Group
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.muon_step import MuonStep
-from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
+from zerocast.optim.norm import clip_factor
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.step_counts import StepCounts
 
@@ -36,8 +35,6 @@ class DeviceStep:
         gradients: this rank's averaged gradients, flat like the masters.
         masters: the masters and moments of this rank.
         hyperparameters: of all parameter groups, on the device.
-        order: the order of summation of a deterministic norm; None for the library's order.
-        group: the ranks that share the masters.
         muon: the update of the matrices that this rank owns. None if Muon updates no parameter.
         counts: the steps taken, by parameter group.
         skipped: i64[1], the steps skipped.
@@ -53,14 +50,12 @@ class DeviceStep:
         gradients: GradientShard,
         masters: FlatMasters,
         hyperparameters: Hyperparameters,
-        order: LogicalOrder | None,
-        group: Group,
         muon: MuonStep | None,
         counts: StepCounts,
         skipped: Tensor,
     ) -> None:
         self.gradients, self._masters, self._muon = gradients, masters, muon
-        self._hyperparameters, self._order, self._group = hyperparameters, order, group
+        self._hyperparameters = hyperparameters
         self.counts, self.skipped = counts, skipped
         self.clip = torch.ones(1, dtype=torch.float32, device=gradients.flat.device)
         self.clipped = False
@@ -74,9 +69,7 @@ class DeviceStep:
 
     def square_sum(self) -> Tensor:
         """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
-        if self._order:
-            return self._order.square_sum(self.gradients.flat)
-        return square_sum(self.gradients.flat, self._group)
+        return self.gradients.norms.square_sum(self.gradients.flat, begun=False)
 
     def clip_to(self, max_norm: float, norm: Tensor) -> None:
         """Let the update scale gradients of f32[] `norm` so that it becomes at most `max_norm`."""

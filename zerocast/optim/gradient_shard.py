@@ -21,7 +21,7 @@ from zerocast.distributed.bucket import Bucket, Layout, Slot, flat_numel
 from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.norm import ParameterNorms
+from zerocast.optim.norm import GradientNorms
 from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class GradientShard:
     Attributes:
         flat: the elements, a flat tensor. `widen` replaces it.
         parts: the part of each parameter, in the order of buckets. Fixed.
+        norms: their norms, global and of single parameters. Fixed.
         version: the number of changes of the elements so far.
         changes: the number of gradients that the user has written to, or removed from their
             parameters, since the last step.
@@ -65,18 +66,19 @@ class GradientShard:
         self,
         buckets: Sequence[Bucket],
         group: Group,
-        norms: ParameterNorms,
+        norms: GradientNorms,
         device: torch.device,
         dtype: torch.dtype,
         reducer: "GradientReducer",
     ) -> None:
         self.flat = torch.zeros(flat_numel(list(buckets)), dtype=dtype, device=device)
+        self.norms = norms
         self.version = 0
         self.changes = 0
         self.keeps_local = False
         self.apply_clip: Callable[[], bool] = bool
         self._owner = weakref.ref(reducer)
-        self._buckets, self._group, self._norms = list(buckets), group, norms
+        self._buckets, self._group = list(buckets), group
         # Gradients live as long as the parameters, which may be longer than this object.
         weak_self = weakref.ref(self)
         self.parts: list[GradientPart] = []
@@ -136,6 +138,7 @@ class GradientShard:
                     "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets a new one be accumulated"
                 )
             self._elements(part).zero_()
+            self.norms.drop_begun()
             self.changes += 1
             removed.append(part.name)
         return removed
@@ -160,7 +163,7 @@ class GradientShard:
     def mark_all_changed(self) -> None:
         """Record that all elements have changed: advance `version` and drop cached norms."""
         self.version += 1
-        self._norms.changed()
+        self.norms.changed()
 
     def _elements(self, part: GradientPart) -> Tensor:
         return self.flat[part.start : part.start + part.span.numel]
@@ -201,7 +204,7 @@ class GradientShard:
 
     def _mark_part_changed(self, part: GradientPart) -> None:
         self.version += 1
-        self._norms.changed(part.name)
+        self.norms.changed(part.name)
 
     def norm(self, part: GradientPart, norm_type: float) -> Tensor:
         """Return the norm of the full gradient, f32[]. The first read is a collective call, which
@@ -209,7 +212,7 @@ class GradientShard:
         """
         self._make_ready()
         check_same_call(self._group, f"reads norms of gradients, of type {norm_type}")
-        return self._norms.read(self.flat, part.name, norm_type)
+        return self.norms.read(self.flat, part.name, norm_type)
 
     def gathered(self, part: GradientPart) -> Tensor:
         """Return the full gradient, f32, flat. Collective."""

@@ -37,7 +37,7 @@ from zerocast.distributed.bucket import Bucket, most_in_flight
 from zerocast.distributed.group import Flight, Group
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
-from zerocast.optim.norm import ParameterNorms
+from zerocast.optim.norm import GradientNorms
 from zerocast.optim.reduced_gradient import GradientPart
 from zerocast.optim.reduction import IdleParameters, PendingBucket, Reduction
 from zerocast.optim.validate import TAKEN_OVER
@@ -117,7 +117,7 @@ class GradientReducer:
         stage: int,
         config: ZeroConfig,
         device: torch.device,
-        norms: ParameterNorms,
+        norms: GradientNorms,
         dtype: torch.dtype,
         before_round: Callable[[], None],
     ) -> None:
@@ -436,10 +436,15 @@ class GradientReducer:
                     self.gradients.collect(part, self._rounds > 0)
                     self._put(index, part)
             self._launch(self._pending[index])
+        self.gradients.mark_all_changed()
+        if self._in_flight and not self._coexisting:
+            # On a GPU these squares are added up while the last bucket is still being reduced.
+            while len(self._in_flight) > 1:
+                self._in_flight.pop(0).finish()
+            self.gradients.norms.begin_square_sum(self.gradients.flat)
         self._finish_reductions(wait=not self._coexisting)
         self._launched = None
         self._rounds += 1
-        self.gradients.mark_all_changed()
 
     def _finish_reductions(self, wait: bool) -> None:
         """Finish the reductions in flight, oldest first: all with `wait`, else those that have

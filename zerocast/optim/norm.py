@@ -1,32 +1,50 @@
 """Gradient norms, global and of single parameters, and the clip factor."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zerocast.distributed.bucket import Bucket
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS, round_up
+from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 
 # The number of values that a node of the fixed tree adds.
 FAN_IN = 64
-# A shard is read in about this number of parts, since sums need an f64 copy of a part.
+# A shard is read in about this number of parts.
 PARTS = 64
 SMALLEST_PART = 2**16
+# The most elements of which an f64 copy is made. It has 16 MiB, and stays in the L2 cache of a GPU
+# until it is added up.
+MOST_COPIED = 2**21
+# With fewer rows a kernel of torch shares a row out to more threads, in another order.
+FEWEST_ROWS = 64
 
 
-def square_sum(shard: Tensor, group: Group) -> Tensor:
-    """Return the sum of squares of all ranks' gradients, f64[]. Collective.
-
-    Torch and NCCL choose the order, so the last bits may differ between numbers of ranks.
+class LibraryOrder:
+    """Sums of squares in an order that torch and NCCL choose, so the last bits may differ between
+    numbers of ranks.
     """
-    # On a GPU `_foreach_norm` widens to f64 in registers and reads the shard once. `vector_norm`
-    # would make an f64 copy first.
-    norms = torch._foreach_norm(_parts(shard), 2.0, dtype=torch.float64)
-    total = torch.stack(norms).square().sum()
-    group.all_reduce_sum(total, "the gradient norm")
-    return total
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def squares(self, elements: Tensor) -> Tensor:
+        """Return the sums of squares of parts of the elements, f64, one-dimensional."""
+        if not elements.numel():
+            return elements.new_empty(0, dtype=torch.float64)
+        # On a GPU `_foreach_norm` widens to f64 in registers and reads the elements once.
+        # `vector_norm` would make an f64 copy first.
+        return torch.stack(torch._foreach_norm(_parts(elements), 2.0, dtype=torch.float64)).square()
+
+    def total(self, squares: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the `squares` of this rank's whole shard and of all other ranks,
+        f64[]. Collective.
+        """
+        total = torch.cat([*squares]).sum()
+        self._group.all_reduce_sum(total, "the gradient norm")
+        return total
 
 
 class LogicalOrder:
@@ -62,42 +80,85 @@ class LogicalOrder:
         """Return the sums of powers of each chunk of all ranks, f64[chunks], in the order of
         registration. Collective.
         """
-        self._group.all_gather_into(self._gathered, _power_sums(shard, power), what="the gradient norm")
+        return self._of_all_ranks(_power_sums(shard, power))
+
+    def _of_all_ranks(self, sums: Tensor) -> Tensor:
+        self._group.all_gather_into(self._gathered, sums, what="the gradient norm")
         return self._gathered[self._order]
 
-    def square_sum(self, shard: Tensor) -> Tensor:
-        """Return the sum of squares of all ranks' gradients, f64[]. Collective."""
-        sums = self.power_sums(shard, 2.0)
+    def squares(self, elements: Tensor) -> Tensor:
+        """Return the sum of squares of each chunk of the elements, f64[chunks]."""
+        return _power_sums(elements, 2.0)
+
+    def total(self, squares: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the `squares` of this rank's whole shard, in its order, and of all
+        other ranks, f64[]. Collective.
+        """
+        sums = self._of_all_ranks(torch.cat([*squares]))
         while sums.numel() > 1:
             sums = torch.nn.functional.pad(sums, (0, -sums.numel() % FAN_IN)).view(-1, FAN_IN).sum(1)
         return sums.view(())
 
 
-class ParameterNorms:
-    """Caches the norm of each parameter's gradient over all ranks. One collective computes the
-    norms of all parameters.
+class GradientNorms:
+    """The norm of all gradients over all ranks, and of each parameter's gradient.
 
-    Code that changes a gradient calls `changed`. The next read of that gradient's norm then
-    computes all norms again. So only the calls before a read, which are the same on every rank,
-    determine whether the read communicates.
+    The squares of all buckets but the last are added up while the last one is still being reduced
+    (`begin_square_sum`). That one, often of an embedding, is reduced after the last product of the
+    backward pass, so the device would be idle.
+
+    Norms of parameters are cached. One collective computes the norms of all parameters. Code that
+    changes a gradient calls `changed`. The next read of that gradient's norm then computes all
+    norms again. So only the calls before a read, which are the same on every rank, determine
+    whether the read communicates.
 
     Args:
-        order: the order of summation of a deterministic norm, or None for the library's order.
+        buckets: the buckets in the order of reductions.
+        group: the ranks.
+        order: the order of summation, LogicalOrder for a deterministic norm.
     """
 
-    def __init__(self, buckets: list[Bucket], group: Group, order: LogicalOrder | None, device: torch.device) -> None:
+    def __init__(
+        self, buckets: list[Bucket], group: Group, order: LibraryOrder | LogicalOrder, device: torch.device
+    ) -> None:
         self._group = group
-        self._order = order
+        self._squares = order
+        self._last_start = buckets[-1].start
+        self._last_stop = buckets[-1].start + buckets[-1].shard_numel
+        # The sums of squares of the elements before and behind the last bucket. None if they were
+        # not begun, or if elements have changed since.
+        self._begun: tuple[Tensor, Tensor] | None = None
+        # None in the library's order.
+        self._order = order if isinstance(order, LogicalOrder) else None
         # The index of each parameter's segment in this rank's shard, and the number of chunks of
         # each segment. Fixed.
         lengths, self._segment_of = _segments(buckets, group.rank)
         self._lengths = torch.tensor(lengths, device=device)
-        if order:
+        if self._order:
             # The same for the sums in logical order, where each parameter is a segment.
-            self._logical_segment_of = {name: index for index, name in enumerate(order.chunks)}
-            self._logical_lengths = torch.tensor(list(order.chunks.values()), device=device)
+            self._logical_segment_of = {name: index for index, name in enumerate(self._order.chunks)}
+            self._logical_lengths = torch.tensor(list(self._order.chunks.values()), device=device)
         # The norms that are still valid, by norm_type and name of the parameter.
         self._kept: dict[float, dict[str, Tensor]] = {}
+
+    def begin_square_sum(self, shard: Tensor) -> None:
+        """Add up the squares of all buckets but the last, which need not be reduced yet."""
+        before, behind = shard[: self._last_start], shard[self._last_stop :]
+        self._begun = self._squares.squares(before), self._squares.squares(behind)
+
+    def drop_begun(self) -> None:
+        """Forget what `begin_square_sum` has added up, because elements of this rank change."""
+        self._begun = None
+
+    def square_sum(self, shard: Tensor, *, begun: bool) -> Tensor:
+        """Return the sum of squares of all ranks' gradients, f64[]. With `begun` it uses what
+        `begin_square_sum` has added up. Collective.
+        """
+        if not begun or self._begun is None:
+            return self._squares.total([self._squares.squares(shard)])
+        before, behind = self._begun
+        last = self._squares.squares(shard[self._last_start : self._last_stop])
+        return self._squares.total([before, last, behind])
 
     def read(self, shard: Tensor, name: str, norm_type: float) -> Tensor:
         """Return the norm of one parameter's gradient, f32[]. Collective if it is not known. Raises
@@ -115,6 +176,7 @@ class ParameterNorms:
 
     def changed(self, name: str | None = None) -> None:
         """Forget the norms of the gradient of `name`, or of all gradients if it is None."""
+        self._begun = None
         for kept in self._kept.values():
             if name is None:
                 kept.clear()
@@ -174,15 +236,19 @@ def _reduce_segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 def _power_sums(shard: Tensor, power: float) -> Tensor:
     """Return the sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
-    return torch.cat(
-        [_powers(part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double(), power).sum(1) for part in _parts(shard)]
-    )
+    sums = [shard.new_empty(0, dtype=torch.float64)]
+    for part in _parts(shard, MOST_COPIED):
+        rows = part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double()
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, max(0, FEWEST_ROWS - len(rows))))
+        sums.append(_powers(padded, power).sum(1)[: len(rows)])
+    return torch.cat(sums)
 
 
 def _powers(values: Tensor, power: float) -> Tensor:
+    """Return |x| ** power. Overwrites the values."""
     if power == 0.0:
-        return values.ne(0.0).double()
-    return values.square() if power == 2.0 else values.abs().pow(power)
+        return values.ne_(0.0)
+    return values.square_() if power == 2.0 else values.abs_().pow_(power)
 
 
 def _root(sums: Tensor, norm_type: float) -> Tensor:
@@ -191,8 +257,10 @@ def _root(sums: Tensor, norm_type: float) -> Tensor:
     return sums.sqrt() if norm_type == 2.0 else sums.pow(1.0 / norm_type)
 
 
-def _parts(shard: Tensor) -> tuple[Tensor, ...]:
-    size = max(SMALLEST_PART, round_up(shard.numel() // PARTS, SHARD_ALIGNMENT_ELEMENTS))
+def _parts(shard: Tensor, most: int | None = None) -> tuple[Tensor, ...]:
+    """Split a shard into parts of at most `most` elements."""
+    size = max(SMALLEST_PART, (shard.numel() // (PARTS * SHARD_ALIGNMENT_ELEMENTS) + 1) * SHARD_ALIGNMENT_ELEMENTS)
+    size = min(size, most or size)
     parts: tuple[Tensor, ...] = shard.split(size)
     return parts
 

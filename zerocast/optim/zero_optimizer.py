@@ -39,7 +39,7 @@ from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gradient_shard import shard_dtype
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.muon_step import MuonStep
-from zerocast.optim.norm import LogicalOrder, ParameterNorms
+from zerocast.optim.norm import GradientNorms, LibraryOrder, LogicalOrder
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
@@ -191,7 +191,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_parameters(named, masters)
         weights = self._place_weights(layout, masters)
         plan = weights.driver.plan
-        order = None
+        order: LibraryOrder | LogicalOrder = LibraryOrder(group)
         if config.deterministic:
             order = LogicalOrder(layout.gradients, [name for name, _, _ in self._named], group, device)
         reducer = GradientReducer(
@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._stage,
             config,
             device,
-            ParameterNorms(layout.gradients, self._reduction_group, order, device),
+            GradientNorms(layout.gradients, self._reduction_group, order, device),
             shard_dtype(layout, config),
             plan.check_before_collective,
         )
@@ -208,9 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(bucket.storage.single_owner for bucket in layout.buckets):
             muon = MuonStep(layout, masters, self.param_groups, group, config.bucket_size)
         hyperparameters = Hyperparameters(len(self.param_groups), device)
-        device_step = DeviceStep(
-            reducer.gradients, masters, hyperparameters, order, group, muon, self._counts, self._skipped_count
-        )
+        device_step = DeviceStep(reducer.gradients, masters, hyperparameters, muon, self._counts, self._skipped_count)
         reducer.gradients.apply_clip = device_step.apply_clip
         is_compact = config.state == "compact"
         state = ZeroState(layout.buckets, masters, plan, self._counts, self.param_groups, group, is_compact)
@@ -481,9 +479,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _reduced_square_sum(self) -> Tensor:
         """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
-        version = self._reducer.gradients.version
+        gradients = self._reducer.gradients
+        version = gradients.version
         if self._square_sum is None or self._square_sum[0] != version:
-            self._square_sum = version, self._device.square_sum()
+            self._square_sum = version, gradients.norms.square_sum(gradients.flat, begun=True)
         return self._square_sum[1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
