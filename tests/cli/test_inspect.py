@@ -92,7 +92,7 @@ def test_saturated_is_what_would_round_beyond_the_largest_code(
 
 def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
     """A checkpoint is cast by the run's recipe and delayed scales, so that errors are those of the live casts."""
-    trainer = Trainer(Run())
+    trainer = Trainer(Run(MIXED))
     trainer.train(range(3))
     optim.save(trainer.optimizer, tmp_path / "c", extra={"mine": torch.zeros(4)})
     picture = tmp_path / "histogram.png"
@@ -118,7 +118,7 @@ def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
 
 def test_the_folder_of_a_trainer(capsys: Any, tmp_path: Path) -> None:
     """The masters of a run's last checkpoint are read, and not the rounded weights beside them."""
-    trainer = Trainer(Run())
+    trainer = Trainer(Run(MIXED))
     for step in (2, 10):
         trainer.train(range(1))
         folder = tmp_path / f"checkpoint-{step}"

@@ -173,7 +173,7 @@ def test_a_switch_of_formats_changes_every_code():
     trainer = Trainer(Run())
     meter = CastMeter(trainer.optimizer)
     plain_matrices = {"embedding": "identity", "fp16": "identity"}
-    for recipe in ({**plain_matrices, "nv": "fp8_block"}, {**plain_matrices, "nv": "nvfp4", "mx": "fp8_current"}):
+    for recipe in ({**plain_matrices, "nv": "fp8_block"}, {**plain_matrices, "nv": "nvfp4", "delayed": "fp8_current"}):
         zerocast.switch(trainer.optimizer, zerocast.Recipe(recipe))
         counts = meter.measure()
         assert counts.keys() == recipe.keys() - plain_matrices.keys()

@@ -69,6 +69,12 @@ MIXED = (
     Spec("scalar", (), dtype=FP32, group=1),
     Spec("bias", (1,), group=1),
 )
+# One of each kind, where formats are not what a test is about.
+FEW = tuple(
+    spec
+    for spec in MIXED
+    if spec.name in ("embedding", "norm", "delayed", "block", "nv", "nv_late", "fp16", "scalar", "bias")
+)
 
 
 class Probe(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests import casts
 from tests.formats import model
-from tests.optim.probe import MIXED, PLAIN, Probe, Spec
+from tests.optim.probe import FEW, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mean
 from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
@@ -67,7 +67,7 @@ class Run:
     but the last under no_sync if `no_sync`.
     """
 
-    specs: tuple[Spec, ...] = MIXED
+    specs: tuple[Spec, ...] = FEW
     steps: int = 3
     stage: int = 2
     config: ZeroConfig = DETERMINISTIC

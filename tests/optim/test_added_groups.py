@@ -35,7 +35,7 @@ from zerocast import ZeroConfig, ZeroMuon, optim, verify
 from zerocast.optim import EMA
 
 # Parameters that are added before these steps, each time one group.
-ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "mx", "block_fp16", "scalar")}
+ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "nv_late", "bias")}
 # The third and fourth group, of other hyperparameters than the first two.
 ADDED_OPTIONS = ({**ADAM, "lr": 5e-3, "betas": (0.7, 0.9)}, {**ADAM, "weight_decay": 0.0})
 MUON_ADDED_OPTIONS = ({**test_muon.MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})

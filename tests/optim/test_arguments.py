@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocast
 from tests import casts
 from tests.observed import Dispatched, logged
-from tests.optim.probe import MIXED, Probe
+from tests.optim.probe import FEW, Probe
 from tests.optim.runs import KINDS, Run, Trainer, build, refused, weight_bytes
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -272,7 +272,7 @@ TORCHS_CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
     "get_state_dict": get_state_dict,
     "set_optimizer_state_dict": lambda net, optimizer: set_optimizer_state_dict(net, optimizer, EMPTY),
     "set_state_dict": lambda net, optimizer: set_state_dict(
-        net, optimizer, model_state_dict=Probe(MIXED).state_dict(), optim_state_dict=EMPTY
+        net, optimizer, model_state_dict=Probe(FEW).state_dict(), optim_state_dict=EMPTY
     ),
 }
 

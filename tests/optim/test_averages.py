@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import zerocast
 from tests import casts
 from tests.optim.faults import slow_gathers
-from tests.optim.probe import MIXED, PLAIN
+from tests.optim.probe import PLAIN
 from tests.optim.runs import (
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
@@ -49,7 +49,7 @@ class Averaged(Compared):
     def step(self, step: int) -> None:
         """Take a step of both. A skipped one changes nothing."""
         if step == SKIPPED:
-            gradients = {spec.name: spec.gradient(step, self.rank) for spec in MIXED}
+            gradients = {spec.name: spec.gradient(step, self.rank) for spec in self.run.specs}
             (self.probe.loss(gradients) * float("nan")).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -81,7 +81,7 @@ class Averaged(Compared):
         scales = {name: float(views["cast_scale"]) for name, views in self.optimizer.state_dict()["zerocast"].items()}
         with self.ema.swapped():
             swapped = weight_bytes(self.probe)
-            for spec in MIXED:
+            for spec in self.run.specs:
                 found, average = swapped[spec.name], self.wanted[spec.name].view(spec.shape)
                 if spec.fmt == PLAIN:
                     wanted = {"rowwise_data": casts.raw(average.to(spec.dtype))}

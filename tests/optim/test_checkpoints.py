@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
 from tests.checkpoint.storage import FEW, names_in, save_few
+from tests.fsdp2.models import slow
 from tests.optim.runs import OVERLAP, Run, Trainer, refused, snapshot
 from tests.selection import worlds
 from tests.workers import error_of, on_ranks
@@ -36,8 +37,9 @@ def keeps(folder: str, keep: int | None) -> None:
         checkpoints.save(trainer.optimizer, step)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [5, 10, 15, 20]), (1, [15]), (2, [15, 20])])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "keep", "left"), [(1, None, [5, 10, 15, 20]), (2, 1, [15]), (1, 2, [15, 20]), slow(2, 2, [15, 20])]
+)
 def test_the_last_are_kept(ranks, tmp_path, keep, left, world):
     """Step 15 is saved a second time: it stays, whatever else goes, and so does what is the user's."""
     folder = tmp_path / "c"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests import casts
-from tests.optim.probe import MIXED, Probe, Spec
+from tests.optim.probe import FEW, Probe, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, KINDS, Compared, Run, build, weight_bytes
 from tests.optim.undistributed import Undistributed, mean
 from tests.workers import on_ranks
@@ -41,14 +41,14 @@ def test_learning_rate_as_a_tensor(config):
     """A change in place counts; loading changes the tensor and does not replace it."""
     rate = torch.tensor(1e-2, dtype=torch.float64)
     options = ({**ADAM, "lr": rate}, {**ADAM, "lr": 3e-3})
-    probe, reference = Probe(MIXED), Undistributed(MIXED, config.moment_dtype)
+    probe, reference = Probe(FEW), Undistributed(FEW, config.moment_dtype)
     optimizer = ZeroAdamW(probe.param_groups(options), config=config)
     run = Run()
     for step in range(3):
         rate.mul_(0.5)
         probe.backward(step, 0)
         optimizer.step()
-        reference.step({s.name: run.rounds(s, step, 1) for s in MIXED}, [{**ADAM, "lr": float(rate)}, options[1]])
+        reference.step({s.name: run.rounds(s, step, 1) for s in FEW}, [{**ADAM, "lr": float(rate)}, options[1]])
     found = weight_bytes(probe)
     for name, wanted in reference.bytes.items():
         casts.assert_same_bytes(found[name], wanted, name)
@@ -62,9 +62,9 @@ def test_learning_rate_as_a_tensor(config):
 @on_ranks(2)
 def test_rank_0_speaks_for_all():
     """Ranks that start from other values are given rank 0's."""
-    probe = Probe(MIXED)
+    probe = Probe(FEW)
     if dist.get_rank():
-        for spec in MIXED:
+        for spec in FEW:
             parameter = probe.get_parameter(spec.name)
             if hasattr(parameter, "high_precision_init_val"):
                 parameter.high_precision_init_val = torch.randn(spec.shape)

@@ -27,7 +27,7 @@ from zerocast.optim import load, save
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
 OPTIONS = (MUON, {**ADAM, "use_muon": False})
 # Matrices that AdamW is tested on as well.
-SHARED = ("delayed", "current", "block", "mx", "square", "nv", "nv_late", "unused")
+SHARED = ("delayed", "block", "mx", "nv", "nv_late", "unused")
 SPECS = (
     Spec("embedding", (50, 24), group=1),
     Spec("norm", (37,), dtype=FP32, group=1),

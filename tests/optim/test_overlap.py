@@ -25,8 +25,8 @@ from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.group import Group
 
 KEPT = dataclasses.replace(OVERLAP, keep_columnwise=True)
-QUANTIZED = ("nv", "block", "mx", "delayed", "current")
-READ = tuple(spec for spec in MIXED if spec.name in (*QUANTIZED, "norm"))
+QUANTIZED = ("mx", "nv", "block")
+SPECS = tuple(spec for spec in MIXED if spec.name in (*QUANTIZED, "norm"))
 Found = dict[str, Any]
 
 
@@ -94,7 +94,7 @@ def moved(probe: Probe) -> Found:
 
 def loaded_over(probe: Probe) -> Found:
     """Load with `load_state_dict` into a weight whose gather is in flight. The loaded values must stay."""
-    probe.load_state_dict(Probe(READ).state_dict())
+    probe.load_state_dict(Probe(SPECS).state_dict())
     return data(probe)
 
 
@@ -115,7 +115,7 @@ def read_in_flight(config: ZeroConfig, read: Callable[[Probe], Found], steps: in
     must not break.
     """
     with slow_gathers() as landed:
-        trainer = Trainer(Run(READ, config=config))
+        trainer = Trainer(Run(SPECS, config=config))
         trainer.train(range(steps))
         before = len(landed)
         found = read(trainer.probe)
@@ -142,9 +142,6 @@ def test_a_read_waits(read, config):
 
 # -- several threads
 
-THREE = ("mx", "nv", "block")
-SPECS = tuple(spec for spec in MIXED if spec.name in (*THREE, "norm"))
-
 
 def read(probe: torch.nn.Module, name: str, direction: str, barrier: threading.Barrier) -> Any:
     barrier.wait()
@@ -164,7 +161,7 @@ def test_every_thread_waits(failing: bool) -> None:
     with slow_gathers(0.2, failures):
         trainer.step(0)
         failures += [1] if failing else []
-        jobs = [(name, direction) for name in THREE for direction in ("rowwise_data", "columnwise_data")] * 2
+        jobs = [(name, direction) for name in QUANTIZED for direction in ("rowwise_data", "columnwise_data")] * 2
         barrier, said = threading.Barrier(len(jobs)), []
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(read, trainer.probe, *job, barrier) for job in jobs]
@@ -214,7 +211,7 @@ def test_a_thread_that_reads_within_a_step():
             with mock.patch.object(Group, "all_gather_into", gathering):
                 trainer.step(0)
         wanted, found = weight_bytes(eager.probe), futures[1].result()
-        for name in THREE:
+        for name in QUANTIZED:
             casts.assert_same_bytes(found[name], wanted[name], name)
     said = futures[0].result()
     assert "another thread is in the middle of an optimizer step" in said

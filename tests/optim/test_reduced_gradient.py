@@ -17,7 +17,7 @@ from torch.overrides import get_ignored_functions, get_overridable_functions, ge
 
 import zerocast
 from tests.observed import NewStorages
-from tests.optim.probe import BF16, FP32, MIXED
+from tests.optim.probe import BF16, FP32
 from tests.optim.runs import DETERMINISTIC, Run, Trainer, rank
 from tests.workers import on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -186,7 +186,7 @@ def test_gradients_by_autograd_alone(stage):
     trainer = trained(stage)
     parameters = [trainer.probe.get_parameter(name) for name in ("norm", "nv")]
     before = [p.grad.full_tensor() for p in parameters]
-    loss = trainer.probe.loss({s.name: s.gradient(2, 0) for s in MIXED})
+    loss = trainer.probe.loss({s.name: s.gradient(2, 0) for s in trainer.run.specs})
     found = torch.autograd.grad(loss, parameters)
     assert [type(g) for g in found] == [Tensor, Tensor]
     assert all(torch.equal(p.grad.full_tensor(), b) for p, b in zip(parameters, before, strict=True))

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tests.fsdp2.models import slow
 from tests.observed import Traffic
 from tests.optim import test_muon
-from tests.optim.probe import FP32, MIXED, Spec
+from tests.optim.probe import FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, rank, world
 from tests.selection import some, worlds
 from tests.workers import error_of, on_ranks
@@ -210,7 +210,7 @@ def test_grad_scaler(bad_rank, stage):
 @on_ranks(1, 2)
 def test_error_if_nonfinite():
     trainer = Trainer(Run(config=LIBRARY))
-    values = {spec.name: spec.gradient(BUSY, rank()) for spec in MIXED}
+    values = {spec.name: spec.gradient(BUSY, rank()) for spec in trainer.run.specs}
     if rank() == world() - 1:
         values["nv"][0, 0] = math.nan
     trainer.probe.loss(values).backward()
@@ -282,7 +282,7 @@ def test_removed_gradients(stage, how):
         ours.probe.backward(BUSY, rank())
         if how == "one":
             ours.probe.get_parameter("nv").grad = None
-            values = {s.name: s.gradient(BUSY, rank()) if s.name != "nv" else None for s in MIXED}
+            values = {s.name: s.gradient(BUSY, rank()) if s.name != "nv" else None for s in ours.run.specs}
             theirs.probe.loss(values).backward()
         else:
             ours.probe.zero_grad(set_to_none=how == "all")

@@ -247,5 +247,5 @@ def test_a_discarded_optimizer_is_not_asked():
 def test_the_report_reads_well():
     trainer = Trainer(Run())
     report = verify(trainer.optimizer)
-    assert str(report) == "15 weights, 37,990 bytes on each of 1 ranks: all equal the cast of the masters"
+    assert str(report) == "9 weights, 15,438 bytes on each of 1 ranks: all equal the cast of the masters"
     report.raise_for_differences()
