@@ -39,7 +39,7 @@ def check_steps(net: Any, width: int, optimizer: str, options: dict[str, Any], s
 @pytest.mark.parametrize(("world", "hidden"), [*PLACES, *(slow(*place) for place in MORE_PLACES)])
 @on_ranks()
 def test_every_format(hidden: int) -> None:
-    trained(FORMATS, 64, hidden, {})
+    trained(FORMATS, 64, hidden, {}, steps=1)
 
 
 @pytest.mark.parametrize(("world", "hidden"), [(4, 1), (2, 129), slow(2, 1), slow(4, 129)])
@@ -48,7 +48,7 @@ def test_fewer_rows_than_ranks_and_odd_rows(hidden: int) -> None:
     trained(SMALL, 130, hidden, {}, steps=1)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow(2), 3])
 @given(data=st.data())
 @settings(max_examples=5)
 def test_any_shape(ranks: Ranks, world: int, data: st.DataObject) -> None:

@@ -92,7 +92,6 @@ def loaded(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        ((2, "fsdp"), (3, "fsdp")),
         ((4, "fsdp"), (4, "hsdp")),
         ((2, "fsdp"), (4, "tp")),
         ((4, "tp"), (3, "fsdp")),

@@ -307,18 +307,19 @@ def evaluated(model: Any) -> Callable[[], object]:
     where="FSDP2",
     answer="the next forward pass of the model gathers again; of a module in it, a quantized weight raises",
 )
-@pytest.mark.parametrize("only_plain", [False, True])
 @pytest.mark.parametrize(
-    "gathered",
+    ("gathered", "only_plain"),
     [
-        in_flight,
-        begun,
-        by_hand,
-        broken_off,
-        broken_in_the_root,
-        broken_backward,
-        broken_backward_in_the_root,
-        evaluated,
+        (in_flight, False),
+        (begun, True),
+        (by_hand, False),
+        (by_hand, True),
+        (broken_off, True),
+        (broken_in_the_root, False),
+        (broken_backward, True),
+        (broken_backward_in_the_root, False),
+        (evaluated, False),
+        (evaluated, True),
     ],
 )
 @on_ranks(2)

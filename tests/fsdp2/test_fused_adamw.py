@@ -150,7 +150,8 @@ def stepped(keep_codes: bool) -> None:
     """Check the bytes after each case. A step measures amaxes and, where they are kept, writes codes of whole
     block rows; all are made again where something else has written since.
     """
-    model = models.sharded(Net(EACH, WIDTH, HIDDEN), keep_codes=keep_codes)
+    formats = models.DELAYED, "nvfp4", "fp8_current", "fp8_block", "mxfp8:block=32x32"
+    model = models.sharded(Net(formats, WIDTH, HIDDEN), keep_codes=keep_codes)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     models.check(model, "at the start")
     for step, (name, (case, measured)) in enumerate(CASES.items()):

@@ -75,7 +75,7 @@ def stepped(
     have no gradient in the second one. Steps are compiled where a `backend` for that is named.
     """
     torch._dynamo.reset()
-    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=prepare)
+    model = models.sharded(Net(("nvfp4",), 64, 96), prepare=prepare)
     parameters = {key: p for key, p in model.named_parameters() if p.dim() == 2 or name != "Muon"}
     rate = options["lr"](0.01, device=models.place()) if "lr" in options else 0.01
     found, half, order = [], len(parameters) // 2, list(parameters.values())

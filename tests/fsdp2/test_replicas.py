@@ -127,8 +127,15 @@ def check(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool, timeout:
         assert (on_rank_0 if rank == 0 else in_its_replica if rank < shape[1] else elsewhere) in said
 
 
-@pytest.mark.parametrize(("shape", "late"), [((2, 2), False), ((2, 1), False), ((2, 1), True)])
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(
+    ("event", "shape", "late"),
+    [
+        *((event, (2, 1), number % 2 == 1) for number, event in enumerate(EVENTS)),
+        *((event, (2, 2), False) for event in (masters_gone, masters_written)),
+        *(models.slow(event, (2, 1), number % 2 == 0) for number, event in enumerate(EVENTS)),
+        *(models.slow(event, (2, 2), False) for event in (number_out_of_range, masters_written_before_a_captured_step)),
+    ],
+)
 def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool) -> None:
     """All replicas raise, also if headers are read late, as on a GPU."""
     check(ranks, event, shape, late)

@@ -41,7 +41,7 @@ def outputs(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["FusedAdamW", "AdamW", models.slow("8-bit moments")])
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", *map(models.slow, ("AdamW", "8-bit moments"))])
 @on_ranks(*worlds(2, slow=[1, 3, 4]))
 def test_bytes_are_those_of_the_new_recipe(optimizer):
     """A switched model has the bytes and outputs of one that was prepared with the recipe from the same masters."""
