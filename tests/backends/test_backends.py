@@ -52,8 +52,13 @@ def test_stage_equals_reference(variant: str) -> None:
 
 @pytest.mark.long_interpreted
 @pytest.mark.long_at_every_level
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("fmt", strategies.LARGE)
+@pytest.mark.parametrize(
+    ("fmt", "turned"),
+    [
+        *((fmt, number % 2 == 1) for number, fmt in enumerate(strategies.LARGE)),
+        *(pytest.param(fmt, number % 2 == 0, marks=pytest.mark.slow) for number, fmt in enumerate(strategies.LARGE)),
+    ],
+)
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
     """Larger than the pieces that a backend cuts its work into, in each direction."""
     rows, columns = strategies.large(fmt, variant)[:: -1 if turned else 1]

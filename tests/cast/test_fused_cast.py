@@ -101,7 +101,7 @@ def steps(
     return outcome
 
 
-@examples_on(2)  # each of which is cast in two ways
+@examples_on(3)  # each of which is cast in two ways, in three steps
 @given(world=st.sampled_from([1, 2, 3]), data=st.data())
 def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -> None:
     """One pass gives the bits of two for any format, cut, mix of groups and dtypes, and for a skipped step."""

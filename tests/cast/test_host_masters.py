@@ -112,8 +112,10 @@ def compare_with_the_device(cases: tuple[Weight, ...], piece: int) -> None:
 GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("piece", "mixed"), [(330, False), (1 << 22, False), (1 << 22, True)])
+@pytest.mark.parametrize(
+    ("world", "piece", "mixed"),
+    [(1, 330, False), (1, 1 << 22, False), (2, 1 << 22, True), (3, 330, False), (3, 1 << 22, True)],
+)
 def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
     """Casts are right with all masters on the host, and with every other one if `mixed`."""
     cases = casts.every_format(world, seed)

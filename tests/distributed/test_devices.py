@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zerocast
 from tests import accelerator, casts
 from tests.casts import Outcome, Sharded, Weight, assert_unsharded, every_format
-from tests.fsdp2 import models, test_tensor_parallel
+from tests.fsdp2 import models, test_bits, test_shard_placement, test_tensor_parallel
 from tests.hosts import under_test
 from tests.nccl import test_fsdp2, test_optimizer
 from tests.optim import runs
@@ -25,7 +25,12 @@ from zerocast.export import export_safetensors
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.serve import Receiver, Sender
 
-FSDP2 = ("left gathered", "replicas", "experts in slices", "8-bit moments in host memory")
+FORMATS = ("nvfp4", models.DELAYED, "fp8_block", "mxfp8")
+FSDP2: dict[str, tuple[Any, ...]] = {
+    "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
+    "experts in slices": (test_shard_placement.experts, FORMATS, "FusedAdamW"),
+    **{name: test_fsdp2.CLEAN[name] for name in ("replicas", "8-bit moments in host memory")},
+}
 ZERO = ("fp8 wire", "stage 1", "Muon, ranks without a matrix")
 
 
@@ -76,7 +81,7 @@ def test_a_run(ranks: Ranks, tmp_path: Path, host: str, variant: str) -> None:
 
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_cases(ranks: Ranks, name: str) -> None:
-    assert not any(ranks(2)(played, *test_fsdp2.CLEAN[name]))
+    assert not any(ranks(2)(played, *FSDP2[name]))
 
 
 @pytest.mark.parametrize("name", ZERO)
@@ -113,6 +118,6 @@ def cast(cases: tuple[Weight, ...], on_host: bool) -> Outcome:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_plans(ranks: Ranks, seed: int, on_host: bool) -> None:
-    cases = every_format(2, seed)
+    cases = every_format(2, seed, models.EACH)
     for outcome in ranks(2)(played, cast, cases, on_host):
         assert_unsharded(outcome, cases, "a plan")
