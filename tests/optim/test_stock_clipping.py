@@ -107,19 +107,29 @@ def test_norms(run):
 @pytest.mark.parametrize("change", ["nothing", "changed", "removed", "zeroed", "another pass"])
 @pytest.mark.parametrize("run", some(CASES, "2 library", "1 logical"))
 @on_ranks(2)
-def test_the_norm_is_begun_beside_the_last_reduction(run, change):
-    """A pass adds up squares before it waits for its last bucket. What changes before the clip is not missed."""
+def test_the_norm_is_begun_beside_the_last_reductions(run, change):
+    """A pass adds up squares before it waits for its last buckets. What changes before the clip is not missed."""
     trainer = Trainer(run)
-    order = []
+    reducer, order = trainer.optimizer._reducer, []
 
     def watched(cls: Any, name: str) -> Any:
         call = getattr(cls, name)
         return mock.patch.object(cls, name, lambda *given: (order.append(name), call(*given))[1])
 
-    with watched(Reduction, "finish"), watched(GradientNorms, "begin_square_sum"):
+    def is_complete(_: Reduction) -> bool:
+        # So the last two buckets are in flight at the end of the pass, however fast they are.
+        return len(reducer._in_flight) > 1
+
+    with (
+        watched(Reduction, "finish"),
+        watched(GradientNorms, "begin_square_sum"),
+        mock.patch.object(Reduction, "is_complete", is_complete),
+    ):
         trainer.probe.backward(BUSY, rank())
-    assert order[-2:] == ["begin_square_sum", "finish"] and order.count("begin_square_sum") == 1
-    early = trainer.optimizer._layout.gradients[0].slots[0].parameter
+    assert order[-3:] == ["begin_square_sum", "finish", "finish"] and order.count("begin_square_sum") == 1
+    buckets = trainer.optimizer._layout.gradients
+    assert reducer.gradients.norms._begun[0] == buckets[-2].start > 0
+    early = buckets[0].slots[0].parameter
     if change == "changed":
         early.grad.mul_(2.0)
     elif change == "zeroed":

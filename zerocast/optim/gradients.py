@@ -438,10 +438,8 @@ class GradientReducer:
             self._launch(self._pending[index])
         self.gradients.mark_all_changed()
         if self._in_flight and not self._coexisting:
-            # On a GPU these squares are added up while the last bucket is still being reduced.
-            while len(self._in_flight) > 1:
-                self._in_flight.pop(0).finish()
-            self.gradients.norms.begin_square_sum(self.gradients.flat)
+            stop = min(reduction.start for reduction in self._in_flight)
+            self.gradients.norms.begin_square_sum(self.gradients.flat, stop)
         self._finish_reductions(wait=not self._coexisting)
         self._launched = None
         self._rounds += 1

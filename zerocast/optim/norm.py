@@ -12,14 +12,10 @@ from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 
 # The number of values that a node of the fixed tree adds.
 FAN_IN = 64
-# A shard is read in about this number of parts.
+# A shard is read in about this number of parts, since sums need an f64 copy of a part. Smaller
+# parts, which fit in the L2 cache of a GPU, are not faster and need more launches.
 PARTS = 64
 SMALLEST_PART = 2**16
-# The most elements of which an f64 copy is made. It has 16 MiB, and stays in the L2 cache of a GPU
-# until it is added up.
-MOST_COPIED = 2**21
-# With fewer rows a kernel of torch shares a row out to more threads, in another order.
-FEWEST_ROWS = 64
 
 
 class LibraryOrder:
@@ -103,9 +99,8 @@ class LogicalOrder:
 class GradientNorms:
     """The norm of all gradients over all ranks, and of each parameter's gradient.
 
-    The squares of all buckets but the last are added up while the last one is still being reduced
-    (`begin_square_sum`). That one, often of an embedding, is reduced after the last product of the
-    backward pass, so the device would be idle.
+    At the end of a backward pass the last buckets are still being reduced, and the device would be
+    idle. Meanwhile the squares of the others are added up (`begin_square_sum`).
 
     Norms of parameters are cached. One collective computes the norms of all parameters. Code that
     changes a gradient calls `changed`. The next read of that gradient's norm then computes all
@@ -123,11 +118,9 @@ class GradientNorms:
     ) -> None:
         self._group = group
         self._squares = order
-        self._last_start = buckets[-1].start
-        self._last_stop = buckets[-1].start + buckets[-1].shard_numel
-        # The sums of squares of the elements before and behind the last bucket. None if they were
-        # not begun, or if elements have changed since.
-        self._begun: tuple[Tensor, Tensor] | None = None
+        # The first elements of the shard whose squares were added up, and the sums. 0 elements if
+        # that was not begun, or if elements have changed since.
+        self._begun: tuple[int, list[Tensor]] = 0, []
         # None in the library's order.
         self._order = order if isinstance(order, LogicalOrder) else None
         # The index of each parameter's segment in this rank's shard, and the number of chunks of
@@ -141,24 +134,20 @@ class GradientNorms:
         # The norms that are still valid, by norm_type and name of the parameter.
         self._kept: dict[float, dict[str, Tensor]] = {}
 
-    def begin_square_sum(self, shard: Tensor) -> None:
-        """Add up the squares of all buckets but the last, which need not be reduced yet."""
-        before, behind = shard[: self._last_start], shard[self._last_stop :]
-        self._begun = self._squares.squares(before), self._squares.squares(behind)
+    def begin_square_sum(self, shard: Tensor, stop: int) -> None:
+        """Add up the squares of the first `stop` elements. The others need not be reduced yet."""
+        self._begun = stop, [self._squares.squares(shard[:stop])]
 
     def drop_begun(self) -> None:
         """Forget what `begin_square_sum` has added up, because elements of this rank change."""
-        self._begun = None
+        self._begun = 0, []
 
     def square_sum(self, shard: Tensor, *, begun: bool) -> Tensor:
         """Return the sum of squares of all ranks' gradients, f64[]. With `begun` it uses what
         `begin_square_sum` has added up. Collective.
         """
-        if not begun or self._begun is None:
-            return self._squares.total([self._squares.squares(shard)])
-        before, behind = self._begun
-        last = self._squares.squares(shard[self._last_start : self._last_stop])
-        return self._squares.total([before, last, behind])
+        first, sums = self._begun if begun else (0, [])
+        return self._squares.total([*sums, self._squares.squares(shard[first:])])
 
     def read(self, shard: Tensor, name: str, norm_type: float) -> Tensor:
         """Return the norm of one parameter's gradient, f32[]. Collective if it is not known. Raises
@@ -176,7 +165,7 @@ class GradientNorms:
 
     def changed(self, name: str | None = None) -> None:
         """Forget the norms of the gradient of `name`, or of all gradients if it is None."""
-        self._begun = None
+        self._begun = 0, []
         for kept in self._kept.values():
             if name is None:
                 kept.clear()
@@ -237,10 +226,11 @@ def _reduce_segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 def _power_sums(shard: Tensor, power: float) -> Tensor:
     """Return the sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
     sums = [shard.new_empty(0, dtype=torch.float64)]
-    for part in _parts(shard, MOST_COPIED):
-        rows = part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double()
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, max(0, FEWEST_ROWS - len(rows))))
-        sums.append(_powers(padded, power).sum(1)[: len(rows)])
+    for part in _parts(shard):
+        values = torch.empty_like(part, dtype=torch.float64)
+        # Between two dtypes torch's kernel for lists uses vector loads, and `double` does not.
+        torch._foreach_copy_([values], [part])
+        sums.append(_powers(values.view(-1, SHARD_ALIGNMENT_ELEMENTS), power).sum(1))
     return torch.cat(sums)
 
 
@@ -257,10 +247,8 @@ def _root(sums: Tensor, norm_type: float) -> Tensor:
     return sums.sqrt() if norm_type == 2.0 else sums.pow(1.0 / norm_type)
 
 
-def _parts(shard: Tensor, most: int | None = None) -> tuple[Tensor, ...]:
-    """Split a shard into parts of at most `most` elements."""
+def _parts(shard: Tensor) -> tuple[Tensor, ...]:
     size = max(SMALLEST_PART, (shard.numel() // (PARTS * SHARD_ALIGNMENT_ELEMENTS) + 1) * SHARD_ALIGNMENT_ELEMENTS)
-    size = min(size, most or size)
     parts: tuple[Tensor, ...] = shard.split(size)
     return parts
 

@@ -181,6 +181,11 @@ class Reduction:
                 self._written = stream.record_event()
 
     @property
+    def start(self) -> int:
+        """The first element of `target` in the flat shard."""
+        return self._bucket.start
+
+    @property
     def numel(self) -> int:
         """The number of elements of the bucket, whose memory is held until `finish`."""
         return self._bucket.numel
