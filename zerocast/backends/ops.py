@@ -250,10 +250,14 @@ class Stage:
         self.op = define(name, schema_of(name), _run(name))
         self.arguments = [argument.name for argument in arguments_of(name) if argument.kind != "format"]
         self._name, self._check = name, _check_of(name)
+        # The functions that `__call__` has made with no argument fixed, keyed by its `head`.
+        self._unfixed: dict[tuple[str, ...], Callable[..., None]] = {}
 
     def __call__(self, *head: str, **arguments: Any) -> None:
         """Run the stage once, with the backend and the format as `head`."""
-        self.bind(*head)(**arguments)
+        if head not in self._unfixed:
+            self._unfixed[head] = self.bind(*head)
+        self._unfixed[head](**arguments)
 
     def bind(self, *head: str, **fixed: Any) -> Callable[..., None]:
         """Fix the arguments that stay the same from call to call; a call gives the others by

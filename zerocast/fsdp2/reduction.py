@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.backends import ops
 
 # torch 2.15 calls the second one, which also takes gradients of several dtypes.
 CHUNK_CATS = ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
@@ -75,8 +74,8 @@ def accumulate(gradient: Tensor, total: Tensor | None) -> Tensor | None:
         total = torch.empty_like(gradient, dtype=torch.float32)
     elif type(total) is not Tensor or total.dtype is not torch.float32 or not total.is_contiguous():
         return None
-    backend = backends.choose(gradient.device)
-    ops.add_gradients(backend, messages=gradient, parts=1, divisor=1, adds=adds, out=total)
+    # The backend's function takes 6 µs, and the stage 25. It is called for each parameter.
+    backends.load(backends.choose(gradient.device)).add_gradients(gradient, 1, 1, adds, total)
     return total
 
 
