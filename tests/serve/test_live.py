@@ -3,6 +3,7 @@
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from tests.serve.test_export import CASES, model, read
 from tests.workers import on_ranks
 from zerocast import CastPlan, Recipe
 from zerocast.export import export_hf, export_safetensors
-from zerocast.serve import dequantized, named_tensors
+from zerocast.serve import Receiver, Sender, dequantized, named_tensors
+from zerocast.serve.weight_source import ShardedModel, WholeWeights
 
 NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
 
@@ -126,6 +128,100 @@ def test_masters_that_are_written_between_two_buckets() -> None:
         next(buckets)
 
 
+@pytest.mark.notices(
+    "masters are written by hand, or read from a checkpoint in place, between two refits",
+    where=("ZeroAdamW", "CastPlan"),
+    answer="the second one raises, if a cast came between the first and the write",
+)
+def test_masters_of_zero_adamw_that_are_written() -> None:
+    """They are observed from the first cast after a refit on."""
+    source, optimizer = trained()
+    collected(source, "modelopt")
+    step(source, optimizer)
+    collected(source, "modelopt")
+    optimizer.state_dict()["model"]["up.weight"].mul_(2.0)
+    for what in (source, optimizer):
+        with pytest.raises(
+            RuntimeError, match="its masters have been written since its last cast: after writing masters"
+        ):
+            collected(what, "modelopt")
+
+
+def step_of_all(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    step(source, optimizer)
+
+
+def step_of_an_adapter(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """No cast counts this step."""
+    source.adapter.grad = torch.ones(8)
+    torch.optim.SGD([source.adapter], lr=0.1).step()
+
+
+@pytest.mark.notices(
+    "an optimizer steps, also one of plain parameters alone, while an export or a refit reads the weights",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="the export or refit raises: what it has read is of two steps",
+)
+@pytest.mark.parametrize("change", [step_of_all, step_of_an_adapter])
+@pytest.mark.parametrize("read", ["buckets", "export"])
+def test_a_step_while_weights_are_read(tmp_path: Path, read: str, change: Any) -> None:
+    source, optimizer = trained()
+    source.adapter = nn.Parameter(torch.zeros(8))
+    batches = WholeWeights.batches
+
+    def stepped_between(self: WholeWeights) -> Any:
+        for number, batch in enumerate(batches(self)):
+            if number == 2:
+                change(source, optimizer)
+            yield batch
+
+    with (
+        mock.patch.object(WholeWeights, "batches", stepped_between),
+        pytest.raises(RuntimeError, match="changed while they were read, so those that were read are of two steps"),
+    ):
+        collected(source, "bf16", bucket_bytes=1) if read == "buckets" else export_safetensors(
+            source, tmp_path / "a", "bf16"
+        )
+    assert not [*tmp_path.iterdir()]
+    collected(source, "bf16", bucket_bytes=1)
+    export_safetensors(source, tmp_path / "a", "bf16")
+
+
+@on_ranks(2)
+def test_a_step_while_weights_of_fsdp2_are_read(tmp_path: Path) -> None:
+    net = sharded_models.sharded(Net(("nvfp4", "fp8_block"), 64, 96))
+    net.adapter = plain = nn.Parameter(torch.zeros(8))
+    folder = tmp_path / "never"
+    batches = ShardedModel.batches
+
+    def written_between(self: ShardedModel) -> Any:
+        for number, batch in enumerate(batches(self)):
+            if number == 2:
+                step_of_an_adapter(net, torch.optim.SGD([plain]))
+            yield batch
+
+    said = "changed while they were read, so those that were read are of two steps"
+    with mock.patch.object(ShardedModel, "batches", written_between):
+        for read in (lambda: collected(net, "bf16"), lambda: export_safetensors(net, folder, "bf16")):
+            with pytest.raises(RuntimeError, match=said):
+                read()
+
+
+@on_ranks(2)
+def test_tensors_that_are_added_to_a_model_of_fsdp2() -> None:
+    """A Sender reads the buffers that the model has now, and says what it has no name for."""
+    net = sharded_models.sharded(Net(("nvfp4", "fp8_block"), 64, 96))
+    net.register_buffer("count", torch.zeros(3))
+    sender, receiver = Sender(net, "modelopt"), Receiver()
+    net.count = torch.ones(3)
+    for message in sender.named_tensors():
+        receiver.accept(message.header, message.tensors)
+    assert torch.equal(receiver.tensors["count"], torch.ones(3))
+    net.adapter = nn.Parameter(torch.zeros(8))
+    with pytest.raises(ValueError, match="the model has got adapter since its weights were named: make another Sender"):
+        next(sender.named_tensors())
+
+
 def test_a_bucket_that_was_given_up_says_so() -> None:
     buckets = list(named_tensors(model("nvfp4"), "modelopt", bucket_bytes=1))
     with pytest.raises(RuntimeError, match=r"given up when the next one was asked for.* do not collect"):
@@ -166,7 +262,7 @@ def test_under_zero_adamw() -> None:
     buckets = named_tensors(optimizer, "modelopt", bucket_bytes=1)
     next(buckets)
     step(source, optimizer)
-    with pytest.raises(RuntimeError, match="changed between two buckets, so those that were read are of two steps"):
+    with pytest.raises(RuntimeError, match="changed while they were read, so those that were read are of two steps"):
         next(buckets)
 
 
@@ -190,7 +286,7 @@ def test_under_fsdp2() -> None:
     buckets = named_tensors(sharded, "modelopt", bucket_bytes=1)
     next(buckets)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="cast or changed between two buckets"):
+    with pytest.raises(RuntimeError, match="cast or changed while they were read"):
         next(buckets)
     with pytest.raises(TypeError, match=r"got AdamW; under FSDP2 pass the model"):
         named_tensors(optimizer, "modelopt")

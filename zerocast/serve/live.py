@@ -19,7 +19,7 @@ from zerocast.serve.namings import check_naming
 from zerocast.serve.piece import Names, Piece
 from zerocast.serve.stored_model import StoredModel, check_stored, is_stored_by_transformers
 from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight
-from zerocast.serve.weight_source import Casts, live_source_of
+from zerocast.serve.weight_source import live_source_of
 from zerocast.serve.write import check_pieces
 from zerocast.weight import QuantizedWeight
 
@@ -156,26 +156,24 @@ class LiveWeights:
         """Yield the tensors in buckets, each valid until the next one is asked for."""
         # Again, since formats may have changed since the constructor.
         self._check()
-        look: Callable[[], Casts] | None = None
-        casts: Casts = ()
+        check_unchanged: Callable[[], None] | None = None
         # Another one for each bucket, since masters change only while a bucket is read.
         moment = object()
         pairs: list[tuple[str, Tensor]] = []
         nbytes = 0
         for batch in self.source.batches():
             # Weights change only while a bucket is read or groups are gathered.
-            if look is None:
-                look = self.source.watch()
-                casts = look()
+            if check_unchanged is None:
+                check_unchanged = self.source.watch()
             elif self.source.is_transient:
-                _check_casts(casts, look)
+                check_unchanged()
                 moment = object()
             for name, tensor in batch:
                 for stored in self._stored_tensors(name, tensor, moment):
                     if pairs and nbytes + stored.nbytes > self._bucket_bytes:
                         yield from _lent(pairs)
                         nbytes = 0
-                        _check_casts(casts, look)
+                        check_unchanged()
                         moment = object()
                     pairs.append((stored.name, stored.make()))
                     nbytes += stored.nbytes
@@ -184,8 +182,8 @@ class LiveWeights:
                 nbytes = 0
         if pairs:
             yield from _lent(pairs)
-        if look is not None:
-            _check_casts(casts, look)
+        if check_unchanged is not None:
+            check_unchanged()
 
     def _stored_tensors(self, name: str, tensor: Tensor, moment: object) -> Iterator[StoredTensor]:
         if isinstance(tensor, QuantizedWeight):
@@ -211,6 +209,11 @@ class LiveWeights:
         return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}
 
     def _check(self) -> None:
+        if added := self.source.shapes.keys() - self._pieces.keys():
+            raise ValueError(
+                f"the model has got {first_of(sorted(added))} since its weights were named: make another Sender, or call "
+                "named_tensors again"
+            )
         # The parameter of each stored name.
         parameter_of: dict[str, str] = {}
         for name, pieces in self._pieces.items():
@@ -235,11 +238,3 @@ def _lent(pairs: list[tuple[str, Tensor]]) -> Iterator[Bucket]:
     pairs.clear()
     yield bucket
     bucket.give_up()
-
-
-def _check_casts(before: Casts, look: Callable[[], Casts]) -> None:
-    if look() != before:
-        raise RuntimeError(
-            "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
-            "between two steps, and begin again"
-        )

@@ -7,7 +7,7 @@ on all; in a collective of torch's own, such as a gather of FSDP2, the others wa
 out. Shared tensors come once. Formats, shapes and dtypes are known before any tensor is read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
 
 Batch = Sequence[tuple[str, Tensor]]
-Casts = tuple[tuple[int, ...], ...]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -107,16 +106,17 @@ class WholeWeights:
                 views.check()
         yield from ([item] for item in self.tensors())
 
-    def watch(self) -> Callable[[], Casts]:
-        """Return a look at the counters of the casts and changes of all weights."""
-        states = [weight.state for _, weight in self._quantized()]
+    def watch(self) -> Callable[[], None]:
+        """Return a check that raises RuntimeError once a weight has changed since this call."""
+        tensors = [tensor for _, tensor in self.tensors()]
+        states = [tensor.state for tensor in tensors if isinstance(tensor, QuantizedWeight)]
 
-        def look() -> Casts:
+        def look() -> object:
             # A weight that joined another plan has another validity.
             validities = {id(state.validity): state.validity for state in states}
-            return tuple((key, validity.casts, validity.version) for key, validity in validities.items())
+            return [(key, validity.casts, validity.version) for key, validity in validities.items()], _versions(tensors)
 
-        return look
+        return _check_of(look)
 
     def _quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
         yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))
@@ -144,8 +144,6 @@ class ShardedModel:
         sharded = list(torch_fsdp.sharded_parameters(model))
         self._parameters = {name: parameter for name, parameter, _ in sharded}
         self._dtypes = {name: dtype for name, _, dtype in sharded}
-        buffers = {name: tensor for name, tensor in tensors_of(model) if name not in self._parameters}
-        self._tensors = {**self._parameters, **buffers}
         owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
         self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
         # Before the first forward pass weights do not know yet how FSDP2 shards them.
@@ -155,12 +153,13 @@ class ShardedModel:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The logical shape of each weight by name, in the order of the batches."""
+        tensors = self._tensors
         groups = [group for owner in self._owners for group in owner.plan.param_groups.prepared]
         # Those that tensor parallelism slices come after the others of their group.
         gathered = [
             weight.name for group in groups for weight in sorted(group.weights, key=lambda weight: weight.sliced)
         ]
-        return {name: tuple(self._tensors[name].shape) for name in dict.fromkeys([*gathered, *self._tensors])}
+        return {name: tuple(tensors[name].shape) for name in dict.fromkeys([*gathered, *tensors])}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
@@ -212,11 +211,18 @@ class ShardedModel:
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
 
-    def watch(self) -> Callable[[], Casts]:
-        """Return a look at the counters of the casts of all prepared models. The first gather may
-        add a cast.
+    def watch(self) -> Callable[[], None]:
+        """Return a check that raises RuntimeError once a weight has changed since this call. The
+        first gather may add a cast, and comes before it.
         """
-        return lambda: tuple((id(owner), *owner.casts) for owner in self._owners)
+        tensors = list(self._tensors.values())
+        return _check_of(lambda: ([owner.casts for owner in self._owners], _versions(tensors)))
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, those that FSDP2 shards first. The model may get other ones."""
+        others = {name: tensor for name, tensor in tensors_of(self._model) if name not in self._parameters}
+        return {**self._parameters, **others}
 
     def _prepared(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, FSDPWeight) of the prepared parameters."""
@@ -271,6 +277,27 @@ def _local(tensor: Tensor) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return the version counters of plain parameters, which no cast counts, and of their local
+    tensors.
+    """
+    plain = [t for t in tensors if isinstance(t, nn.Parameter) and not isinstance(t, QuantizedWeight)]
+    return [(t._version, _local(t)._version) for t in plain if not t.is_inference()]
+
+
+def _check_of(look: Callable[[], object]) -> Callable[[], None]:
+    before = look()
+
+    def check() -> None:
+        if look() != before:
+            raise RuntimeError(
+                "weights were cast or changed while they were read, so those that were read are of two steps: read all of them "
+                "between two steps, and begin again"
+            )
+
+    return check
+
+
 def _only(dtypes: set[torch.dtype]) -> torch.dtype | None:
     return next(iter(dtypes)) if len(dtypes) == 1 else None
 
@@ -296,6 +323,10 @@ class LazyTensors:
     def batches(self) -> Iterator[Batch]:
         """Yield the tensors, one at a time."""
         yield from ([(name, self.make(name))] for name in self.shapes)
+
+    def watch(self) -> Callable[[], None]:
+        """Return a check that never raises, since nothing changes these tensors."""
+        return lambda: None
 
 
 # The weights of a run that continues training; and everything that an export can read.

@@ -63,8 +63,10 @@ class TensorWriter:
         # By name of the file.
         self._open: dict[str, SafetensorsFile] = {}
 
-    def add(self, batch: Batch, fused: FusedAmaxes) -> None:
-        """Write those tensors of a batch that belong to this rank."""
+    def add(self, batch: Batch, fused: FusedAmaxes, check_unchanged: Callable[[], None]) -> None:
+        """Write those tensors of a batch that belong to this rank. Raises RuntimeError if weights
+        have changed since the first batch.
+        """
         for name, tensor in batch:
             pieces = self._contents.pieces[name]
             if isinstance(tensor, QuantizedWeight) and tensor.format.element is not None:
@@ -76,6 +78,7 @@ class TensorWriter:
             for entry in stored:
                 if entry.name in self._planned:
                     self._write(entry)
+        check_unchanged()
 
     def close(self) -> None:
         """Write files without tensors. Raises RuntimeError if a tensor is missing."""
@@ -130,9 +133,11 @@ def write(
     fused = FusedAmaxes(naming, allow_unequal_scales)
     partial_folder = _on_rank_0(group, partial(_begin, target))
     writer = TensorWriter(partial_folder, naming, contents, plan.files_of(group.rank))
+    check_unchanged: Callable[[], None] | None = None
     try:
         for batch in each_together(group, source.batches(), EXPORTS):
-            together(group, partial(writer.add, batch, fused), EXPORTS)
+            check_unchanged = check_unchanged or source.watch()
+            together(group, partial(writer.add, batch, fused, check_unchanged), EXPORTS)
             _check_same(group, batch)
         together(group, writer.close, EXPORTS)
         _on_rank_0(group, fused.check)
