@@ -131,6 +131,24 @@ def test_no_slice_goes_on_without_another() -> None:
     assert "NaN or Inf in the last cast: down.weight" in not_finite
 
 
+@pytest.mark.parametrize("change", ["a step", "a write"])
+@on_ranks(2)
+def test_a_graph_of_slices_before_they_changed(change: str) -> None:
+    """Autograd saves a slice as a DTensor, whose products are torch's."""
+    model, x = parallel("nvfp4"), models.batch(0, WIDTH, rank=0).requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = model(x).float().square().mean()
+    if change == "a step":
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    else:
+        model.reshard()
+        with torch.no_grad():
+            torch._foreach_mul_([*model.parameters()], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @on_ranks(2)
 def test_slices_say_once_that_weight_gradients_are_nominal() -> None:
     model, x = parallel("fp8_current", hidden=512), models.batch(0, WIDTH, rank=0, rows=16)

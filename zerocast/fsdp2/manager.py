@@ -211,6 +211,10 @@ class CastManager:
         all_changed = self._due is DueCast.NEXT and has_one_optimizer
         changed_weights = self.weights if all_changed else self.plan.changed_weights
         changed_together([weight.validity for weight in changed_weights])
+        for weight in changed_weights:
+            if weight.sliced:
+                # Products of a DTensor are torch's, which compare version counters.
+                torch_fsdp.outdate_gathered(weight.param())
         self._due = DueCast.NONE
         self.plan.param_groups.after_cast()
 

@@ -526,17 +526,20 @@ def free(tensors: Iterable[Tensor]) -> None:
 
 
 def forget_gathered(param: Any) -> None:
-    """Let the next gather of an FSDPParam allocate memory and parameter as the first one did.
+    """Let the next gather of an FSDPParam allocate memory and parameter as the first one did."""
+    outdate_gathered(param)
+    vars(param).pop("_unsharded_param", None)
+    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+    param.memory = param.gathered_into = None
 
-    A backward pass of an earlier forward pass then raises, as after any other write in place.
-    """
-    gathered = vars(param).pop("_unsharded_param", None)
+
+def outdate_gathered(param: Any) -> None:
+    """Let a backward pass of an earlier forward pass raise, as after any other write in place."""
+    gathered = vars(param).get("_unsharded_param")
     saved_by_autograd = [gathered, getattr(gathered, "_local_tensor", None), *param.all_gather_outputs]
     for tensor in (*saved_by_autograd, *getattr(param, "_unsharded_inner_tensors", ())):
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-    param.memory = param.gathered_into = None
 
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ tensors, so a reference cycle through masters would keep a dropped model alive, 
 collection.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -235,7 +236,7 @@ class FSDPWeight:
             return None
         return InnerShards(self.shape, self.shard_dim, world)
 
-    @property
+    @functools.cached_property
     def sliced(self) -> bool:
         """True if tensor parallelism gives this rank a slice of the weight, which FSDP2 shards."""
         return tuple(self.param().sharded_param.shape) != self.shape
