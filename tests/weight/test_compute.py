@@ -241,9 +241,52 @@ def test_products_that_are_none(name: str) -> None:
         WRONG[name](cast("fp8_current"))
 
 
-def test_second_derivatives_raise() -> None:
+# A penalty on input gradients, of inputs `x` of a product. In the first a path of the graph passes by the product, in the second
+# the gradient that arrives at the product is a constant.
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of the product": lambda x, y: y.square(),
+    "of a residual path too": lambda x, y: x.sum(-1, keepdim=True).square() + y.square(),
+    "of a linear head": lambda x, y: y,
+}
+PRODUCTS_OF = {
+    "linear": (SHAPE, lambda x, w: F.linear(x, w)),
+    "experts": ((2, *SHAPE), lambda x, w: torch.bmm(x.expand(2, *x.shape), w.mT)),
+}
+
+
+@pytest.mark.notices(
+    "second derivatives of a product (`torch.autograd.functional.hvp`, a penalty on gradients)",
+    where="Weights",
+    answer="raises; not in compiled graphs",
+)
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize(("shape", "product"), PRODUCTS_OF.values(), ids=PRODUCTS_OF)
+def test_second_derivatives_raise(shape: tuple[int, ...], product: Any, penalty: Any) -> None:
     """The weight is not differentiable twice: silence would be a wrong number."""
+    plain, weight = nn.Linear(64, 64), nn.Parameter(casts.example("nvfp4", shape, torch.float32))
+    for of in (lambda loss: loss.backward(), lambda loss: torch.autograd.grad(loss, [plain.weight, weight])):
+        hidden = plain(x := leaf(2, 64)).tanh()
+        (first,) = torch.autograd.grad(penalty(hidden, product(hidden, weight)).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivatives"):
+            of(first.square().sum())
+
+
+def test_a_weight_gradient_is_not_differentiated_by_the_layers_above() -> None:
+    """It depends on them by the gradient that arrives."""
+    weight, head = cast("nvfp4"), nn.Linear(32, 1)
+    loss = head(F.linear(torch.randn(2, 64), weight)).square().sum()
+    (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
+        torch.autograd.grad(first.sum(), head.weight)
+
+
+def test_gradients_of_plain_parts_are_differentiated_twice() -> None:
+    """`create_graph` changes no gradient, and a second derivative that does not touch the product is torch's."""
     x, weight = leaf(2, 64), cast("nvfp4")
-    (first,) = torch.autograd.grad(F.linear(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        first.sum().backward()
+    (expected,) = torch.autograd.grad(F.linear(x, weight).square().sum(), x)
+    (first, plain) = torch.autograd.grad(
+        F.linear(x, weight).square().sum() + (z := leaf(3)).pow(3).sum(), (x, z), create_graph=True
+    )
+    assert torch.equal(first, expected)
+    plain.sum().backward()
+    torch.testing.assert_close(z.grad, 6 * z)

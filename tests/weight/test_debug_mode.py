@@ -1,6 +1,7 @@
 """Debug mode: a weight that is older than its masters is not read, and the error says which call is missing."""
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -164,6 +165,81 @@ def test_a_graph_of_other_weights(change: str) -> None:
     optimizer.zero_grad()
     backward(model)
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "owner", ["a new ZeroAdamW, and a step", "a new ZeroAdamW, and a load", "an attached plan, and a step"]
+)
+def test_a_graph_of_weights_of_an_earlier_owner(owner: str) -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), lr=0.1)
+    backward(model)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    loss = model(torch.randn(4, 32).bfloat16()).float().square().mean()
+    del optimizer
+    if owner == "an attached plan, and a step":
+        weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
+        masters = [nn.Parameter(weight.dequantize().float().flatten()) for weight in weights]
+        plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
+        sgd = torch.optim.SGD(masters, lr=1.0)
+        plan.attach(sgd)
+        for master in masters:
+            master.grad = torch.ones_like(master)
+        sgd.step()
+        plan.post_all_gather()
+    else:
+        newer = ZeroAdamW(model.named_parameters(), lr=0.1)
+        newer.load_state_dict(state) if owner.endswith("load") else (backward(model), newer.step())
+    with pytest.raises(RuntimeError, match=SAID):
+        loss.backward()
+
+
+def test_a_graph_of_weights_that_a_plan_took_over_and_did_not_change() -> None:
+    weights = [casts.cast_whole("fp8_current", torch.randn(32, 32))]
+    masters = [nn.Parameter(torch.randn(32 * 32))]
+    plan = CastPlan(weights, masters, [0])
+    sgd = torch.optim.SGD(masters, lr=1.0)
+    handle = plan.attach(sgd)
+    masters[0].grad = torch.ones_like(masters[0])
+    sgd.step()
+    plan.post_all_gather()
+    handle.remove()
+    x = torch.randn(4, 32).bfloat16().requires_grad_()
+    loss = nn.functional.linear(x, weights[0]).float().sum()
+    newer = CastPlan(weights, masters, [0])
+    assert weights[0].state.validity is newer.validity
+    loss.backward()
+
+
+@on_ranks(2)
+def test_a_plan_of_several_optimizers_whose_masters_are_on_one_rank() -> None:
+    """A step changes a weight on ranks without its master, too, and no weight of another optimizer."""
+    rank = dist.get_rank()
+    weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(4)]
+    here = [nn.Parameter(torch.randn(32 * 32)) if index % 2 == rank else None for index in range(4)]
+    plan = CastPlan(weights, here, [None if master is None else 0 for master in here])
+    optimizers = [torch.optim.SGD([m for m in part if m is not None], lr=0.1) for part in (here[:2], here[2:])]
+    for optimizer in optimizers:
+        plan.attach(optimizer)
+    plan.cast()
+    plan.post_all_gather()
+    x = torch.randn(4, 32).bfloat16().requires_grad_()
+    sums = [nn.functional.linear(x, weight).float().sum() for weight in weights]
+    for master in filter(None.__ne__, here):
+        master.grad = torch.ones_like(master)
+    optimizers[0].step()
+    plan.post_all_gather()
+    for index, loss in enumerate(sums):
+        with pytest.raises(RuntimeError, match=SAID) if index < 2 else contextlib.nullcontext():
+            loss.backward(retain_graph=True)
+    # The first optimizer gets all masters, which a rank knows of its own ones.
+    optimizers[0].add_param_group(optimizers[1].param_groups[0])
+    optimizers[0].step()
+    plan.post_all_gather()
+    for loss in sums:
+        with pytest.raises(RuntimeError, match=SAID):
+            loss.backward()
 
 
 def test_a_product_that_does_not_read_the_weight_again() -> None:

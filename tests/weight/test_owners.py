@@ -673,6 +673,29 @@ def test_a_model_is_converted_to_what_it_is_after_a_read_without_an_owner(conver
     steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
 
 
+@pytest.mark.notices(
+    "`model.load_state_dict` loads weights of a plan, and nothing loads its masters",
+    where="CastPlan",
+    answer="they are read until the next cast; `zerocast.verify(plan)` names the weights",
+)
+def test_a_state_dict_is_loaded_into_weights_of_a_plan() -> None:
+    model = network()
+    weights = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
+    masters = [weight.dequantize().float().flatten() for weight in weights]
+    plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
+    before = copy.deepcopy(model.state_dict())
+    for master in masters:
+        master.add_(1.0)
+    plan.cast()
+    plan.post_all_gather()
+    of_masters = weights[0].dequantize()
+    model.load_state_dict(before)
+    assert not torch.equal(weights[0].dequantize(), of_masters)
+    assert {difference.name for difference in zerocast.verify(plan).differences} == {"weight 0", "weight 1"}
+    plan.cast()
+    assert torch.equal(weights[0].dequantize(), of_masters)
+
+
 def test_weights_that_swap_tensors_exchanges() -> None:
     """The next cast writes what the weight has got, in place of what it had."""
     plan, _ = two_optimizers()
@@ -721,6 +744,22 @@ def test_an_optimizer_that_was_taken_over_can_be_saved_until_the_newer_one_steps
         first.state_dict()
 
 
+def planned(model: nn.Module) -> nn.Module:
+    """Give the weights to a plan that has cast nothing yet."""
+    weights = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
+    CastPlan(weights, [weight.dequantize().float().flatten() for weight in weights], [0] * len(weights), ONE_PROCESS)
+    return model
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    # torch copies tensors to a device that has an index and is the same.
+    "moved": lambda model: model.to("cpu:0"),
+    "planned": planned,
+}
+
+
 @pytest.mark.notices(
     "an optimizer is built over weights that an earlier optimizer or plan has cast: masters are the values of the codes",
     where="ZeroAdamW",
@@ -738,6 +777,19 @@ def test_masters_that_begin_from_codes_are_noticed(earlier: str) -> None:
         loaded.load_state_dict(state)
         steps(model, loaded)
         assert not lines
+        steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+    (said,) = lines
+    assert said.startswith(
+        "the masters of 2 quantized weights of a ZeroAdamW, the first is 0.weight, began as the values"
+    )
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_masters_that_begin_from_the_codes_of_a_copy_are_noticed(copied: str) -> None:
+    model = network()
+    steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+    model = COPIES[copied](model)
+    with logged() as lines:
         steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
     (said,) = lines
     assert said.startswith(

@@ -445,13 +445,13 @@ class CastPlan(Plan):
         self._take_weights()
         return handle
 
-    def _cast_after_step(self, stepped: set[int | None]) -> None:
+    def _cast_after_step(self, changed: Collection[int]) -> None:
         # Of several optimizers each has changed only some of the weights. This comes first, since a
         # cast may be interrupted once it is complete.
         if self._step_hooks.has_one_optimizer:
             self.validity.changed()
         else:
-            changed_together([self.weights[index].state for index in self._step_hooks.stepped_here(stepped)])
+            changed_together([self.weights[index].state for index in changed])
         self.cast()
 
     def claim(self, who: str) -> Claim:

@@ -8,7 +8,7 @@ masters that no attached optimizer updates.
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ class StepHooks:
         self.partition, self._indices, self._group, self._owner = partition, indices, group, owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
-    def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[set[int | None]], None]) -> RemovableHandle:
-        """Call `cast` with the storages that it may have written after every step of the
-        optimizer. Collective.
+    def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[Collection[int]], None]) -> RemovableHandle:
+        """Call `cast` with the indices of the weights that it may have changed after every step of
+        the optimizer. Collective.
 
         Raises ValueError on every rank for an optimizer that updates none of the masters or that
         has this hook, and for weights that another owner writes.
@@ -55,8 +55,10 @@ class StepHooks:
             # The other ranks must raise it too.
             problem = error
         validate_across_ranks(self._group, [], problem, "attaches a CastPlan to an optimizer")
+        stepped = _stepped(optimizer)
+        by_rank = self._group.all_gather_object(self.stepped_here(stepped), "the weights that an optimizer updates")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
-        hook = _CastAfterStep(self, cast, claim, _stepped(optimizer))
+        hook = _CastAfterStep(self, cast, claim, stepped, {index for of_rank in by_rank for index in of_rank})
         self._hooks.add(hook)
         handle: RemovableHandle = optimizer.register_step_post_hook(hook)
         return handle
@@ -113,6 +115,10 @@ class StepHooks:
         idle = self._without_step(stepped)
         return [i for i in self._indices if self.partition.shards[i].master is not None and i not in idle]
 
+    def without_master(self) -> list[int]:
+        """Return the indices of weights whose masters are on other ranks only."""
+        return [index for index in self._indices if not self.partition.shards[index].span.numel]
+
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """Return the indices of weights whose masters are in none of these storages."""
         if None in stepped:
@@ -124,12 +130,21 @@ class StepHooks:
 class _CastAfterStep:
     """The hook of one optimizer. It refers to the plan, by `cast`, and to the claim, so both live
     as long as the optimizer has the hook.
+
+    Attributes:
+        stepped: the storages that the optimizer may write on this rank.
+        changed: the indices of the weights that its steps change, by a master on any rank.
     """
 
     def __init__(
-        self, hooks: StepHooks, cast: Callable[[set[int | None]], None], claim: Claim, stepped: set[int | None]
+        self,
+        hooks: StepHooks,
+        cast: Callable[[Collection[int]], None],
+        claim: Claim,
+        stepped: set[int | None],
+        changed: set[int],
     ) -> None:
-        self.hooks, self.cast, self.claim, self.stepped = hooks, cast, claim, stepped
+        self.hooks, self.cast, self.claim, self.stepped, self.changed = hooks, cast, claim, stepped, changed
         # The parameters of the optimizer at its last step. Others may take their place.
         self._parameters: list[Tensor] = []
 
@@ -137,8 +152,12 @@ class _CastAfterStep:
         before, self._parameters = self._parameters, [p for group in optimizer.param_groups for p in group["params"]]
         if len(before) != len(self._parameters) or not all(map(operator.is_, before, self._parameters)):
             self.stepped = _stepped(optimizer)
+            self.changed.update(self.hooks.stepped_here(self.stepped))
+            if before:
+                # Other ranks do not tell which masters they have exchanged.
+                self.changed.update(self.hooks.without_master())
             self.hooks.report_masters_without_step()
-        self.cast(self.stepped)
+        self.cast(self.changed)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:

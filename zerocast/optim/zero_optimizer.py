@@ -711,4 +711,4 @@ def _has_lost_masters(parameter: Tensor) -> bool:
     """Return True for a quantized weight that was cast from FP32 masters which no longer exist."""
     if not isinstance(parameter, QuantizedWeight) or parameter.high_precision_init_val is not None:
         return False
-    return parameter.state.has_master and parameter.state.validity.casts > 0
+    return parameter.state.is_cast_from_masters

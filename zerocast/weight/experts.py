@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zerocast import gemm
+from zerocast.weight.second_derivatives import differentiable_once
 
 
 class ExpertOf(NamedTuple):
@@ -54,9 +54,9 @@ class _Product(torch.autograd.Function):
         return _multiplied(path, operands, x, weight, offs, columnwise, is_gradient=False)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, offs = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offs = saved
         # torch._grouped_mm has requirements on strides, and a gradient may come expanded.
         grad = grad.contiguous()
         # The forward pass is over, and the last quantized input would only add to the memory.
@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # A cast writes the buffers below autograd. The version counter of the weight, which
             # `saved_tensors` compares, does not move, so the weight's own version is compared.
-            weight.state.validity.check_recorded(ctx.recorded, weight.state.version)
+            weight.state.check_recorded(ctx.recorded)
             operands = gemm.module_of(ctx.path).quantize(grad, weight.format, gradient=True)
             grad_x = _multiplied(ctx.path, operands, grad, weight, offs, not ctx.columnwise, is_gradient=True)
         if ctx.needs_input_grad[1]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zerocast import gemm
 from zerocast.weight import experts
+from zerocast.weight.second_derivatives import differentiable_once
 
 
 class _Product(torch.autograd.Function):
@@ -61,9 +61,9 @@ class _Product(torch.autograd.Function):
         return _multiplied(path, operands, x, matrix, columnwise, transposed, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved_input, weight = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved_input, weight = saved
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_rows = grad.reshape(-1, grad.shape[-1])
         # The forward pass is over. Quantized operands that are still shared would only add to the
@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
             if needs_x:
                 # A cast writes the buffers below autograd. The version counter of the weight, which
                 # `saved_tensors` compares, does not move, so the weight's own version is compared.
-                weight.state.validity.check_recorded(ctx.recorded, weight.state.version)
+                weight.state.check_recorded(ctx.recorded)
                 matrix = weight if ctx.expert is None else weight.expert(ctx.expert)
                 grad_x = _multiplied(ctx.path, operands, grad, matrix, not ctx.columnwise, ctx.transposed, None)
             if ctx.quantized:

@@ -13,7 +13,7 @@ from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRul
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.memory import as_bytes, check_buffers, check_tensor
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.weight.validity import Validity
+from zerocast.weight.validity import InvalidWeights, Validity
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -43,6 +43,8 @@ class WeightState:
         was_cast: True if the bytes were valid before the weight joined its current plan.
         has_master: True if `validity.casts` counts casts of this weight, that is, if it has a
             master.
+        had_masters: True if the bytes are a copy of a weight that was cast from masters, or an
+            earlier plan has cast them.
         columnwise_on_demand: True if each product makes the columnwise copy that it reads and drops
             it afterwards; only for formats whose copy is a transpose of the rowwise codes.
         name: the name of the parameter, if it is known.
@@ -56,6 +58,8 @@ class WeightState:
         is_part: True for buffers that a cast or a reader has of a larger weight. They may have any
             size, and the descriptor table or op that uses them checks the range that it accesses.
         version: changes with the values of this weight, if other weights of its validity stay.
+        joined_version: the version of its validity when the weight joined it, which has changed no
+            value.
         choices: decisions for the current storage: the GEMM path, and the inner tensors that a
             compiled function is given. Cleared whenever buffers move or change.
     """
@@ -68,6 +72,7 @@ class WeightState:
     columnwise_cast: int = 0
     was_cast: bool = True
     has_master: bool = True
+    had_masters: bool = False
     columnwise_on_demand: bool = False
     name: str = ""
     shared_amax: SharedAmax | None = None
@@ -76,6 +81,7 @@ class WeightState:
     initial: Tensor | None = None
     is_part: bool = False
     version: int = -1
+    joined_version: int = -1
     choices: dict[Hashable, Any] = field(default_factory=dict)
     # (rows, columns) with leading dimensions folded into the rows.
     matrix_shape: Block = field(init=False)
@@ -131,6 +137,11 @@ class WeightState:
         """
         return self.was_cast or (self.has_master and self.validity.casts > 0)
 
+    @property
+    def is_cast_from_masters(self) -> bool:
+        """True if a plan has cast the bytes, or those that they are a copy of."""
+        return self.had_masters or (self.has_master and self.validity.casts > 0)
+
     def names_read_by_products(self) -> list[str]:
         """Return the names of the buffers that products read, each buffer once."""
         # The fifth buffer is the tensor amax. Only two-level scales are decoded with it.
@@ -144,11 +155,29 @@ class WeightState:
             names.remove("columnwise_scale_inv")
         return names
 
-    def recorded(self) -> tuple[Validity, int] | None:
-        """Return the validity and its version, which a forward pass saves for `check_recorded`;
-        None while a compiler traces, since a graph would hold the number as a constant.
+    def recorded(self) -> "tuple[WeightState, int] | None":
+        """Return this object and the version of its values, which a forward pass saves for
+        `check_recorded`; None while a compiler traces, since a graph would hold the number as a
+        constant.
         """
-        return None if torch.compiler.is_compiling() else (self.validity, max(self.validity.version, self.version))
+        return None if torch.compiler.is_compiling() else (self, self._values_version())
+
+    def check_recorded(self, recorded: "tuple[WeightState, int] | None") -> None:
+        """Raise RuntimeError in a backward pass whose forward pass `recorded` other values of this
+        weight. Storage that `weight.data = other` has replaced since is not compared.
+        """
+        if recorded is not None and recorded[0] is self and recorded[1] != self._values_version():
+            raise InvalidWeights(
+                "the weights changed between this forward pass and its backward pass (an optimizer step, a load, or a swapped "
+                "average)",
+                "",
+                "input gradients would be computed with the new weights: run the backward pass before the change, or run "
+                "the forward pass again",
+            )
+
+    def _values_version(self) -> int:
+        of_all = self.validity.version
+        return self.version if of_all == self.joined_version else max(of_all, self.version)
 
     def columnwise_is_fresh(self) -> bool:
         """Return True if there is a columnwise copy and it was made from the last cast."""
@@ -176,7 +205,8 @@ class WeightState:
         self.validity.moved()
         self._forget()
         # `ever_cast` and the number of the cast are relative to the validity. Carry both over.
-        self.was_cast = self.ever_cast
+        self.was_cast, self.had_masters = self.ever_cast, self.is_cast_from_masters
+        self.version, self.joined_version = self._values_version(), validity.version
         self.validity, self.has_master = validity, has_master
         self.columnwise_cast = validity.casts if fresh else -1
         self.columnwise_on_demand = False
@@ -320,6 +350,7 @@ class WeightState:
             self.columnwise_cast,
             self.was_cast,
             self.has_master,
+            self.had_masters,
             columnwise_on_demand=True,
             name=f"{self.name}[{index}]" if self.name else "",
             fp8_weight_gradients=self.fp8_weight_gradients,

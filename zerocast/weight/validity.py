@@ -12,7 +12,7 @@ calls `check`. An event is recorded once for all weights, and a check compares n
                                                       debug mode, where ranks share masters
     copied           the end of a gather              nothing
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
-                     average, casts of frameworks     it (`check_recorded`)
+                     average, casts of frameworks     it (`WeightState.check_recorded`)
                      and of FSDP2
     moved            a weight that is given storage   nothing; casts and gathers use the new storage
     broke off        a `transaction` that raises      everything, until a transaction of as much
@@ -235,23 +235,9 @@ class Validity:
         for use in uses:
             self._prechecks[use].append(weakref.WeakMethod(look))
 
-    def check_recorded(self, recorded: "tuple[Validity, int] | None", own_version: int) -> None:
-        """Raise RuntimeError in a backward pass whose forward pass `recorded` a different
-        (validity, version) of these weights, one of which has a version of its own. A compiler
-        records None.
-        """
-        if recorded is not None and recorded[0] is self and recorded[1] != max(self.version, own_version):
-            raise InvalidWeights(
-                "the weights changed between this forward pass and its backward pass (an optimizer step, a load, or a swapped "
-                "average)",
-                "",
-                "input gradients would be computed with the new weights: run the backward pass before the change, or run "
-                "the forward pass again",
-            )
-
     def _observe(self) -> None:
         """Compare masters with the last cast from the next cast on, as debug mode does."""
-        if self.has_masters and not self._is_observed:
+        if self._masters and not self._is_observed:
             self._is_observed = True
             if not _observers:
                 _observers.extend(_hook_steps(lambda validity: validity._is_observed))

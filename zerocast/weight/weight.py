@@ -368,7 +368,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         initial = None if initial is None else copy(initial)
         fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, state.ever_cast
         shared = None if state.shared_amax is None else state.shared_amax.names
-        return *fixed, state.copies(copy), initial, state.columnwise_on_demand, shared, state.fp8_weight_gradients
+        flags = state.fp8_weight_gradients, state.is_cast_from_masters
+        return *fixed, state.copies(copy), initial, state.columnwise_on_demand, shared, *flags
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the inner tensors, and the constants that rebuild the wrapper, for
@@ -468,11 +469,12 @@ def _restore(
     columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
     fp8_weight_gradients: bool = False,
+    had_masters: bool = False,
 ) -> QuantizedWeight:
     """Make a weight from `_payload`. It comes from a file, which may be corrupt or forged, so every
     argument is checked.
     """
-    flags = requires_grad, is_parameter, cast, columnwise_on_demand, fp8_weight_gradients
+    flags = requires_grad, is_parameter, cast, columnwise_on_demand, fp8_weight_gradients, had_masters
     _check_saved(flags, buffers, initial, shared_amax)
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     if initial is not None and (initial.shape != weight.shape or not initial.is_floating_point()):
@@ -483,6 +485,7 @@ def _restore(
     weight.state.columnwise_on_demand = columnwise_on_demand
     weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
     weight.state.fp8_weight_gradients = fp8_weight_gradients
+    weight.state.had_masters = had_masters
     weight.high_precision_init_val = initial
     if is_parameter:
         # nn.Parameter marks a tensor subclass as a parameter by this attribute.
