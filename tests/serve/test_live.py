@@ -208,15 +208,18 @@ def test_a_step_while_weights_of_fsdp2_are_read(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_tensors_that_are_added_to_a_model_of_fsdp2() -> None:
-    """A Sender reads the buffers that the model has now, and says what it has no name for."""
+def test_tensors_that_replace_those_of_a_model_of_fsdp2() -> None:
+    """A Sender reads the tensors that the model has now, and says what it has no name for."""
     net = sharded_models.sharded(Net(("nvfp4", "fp8_block"), 64, 96))
     net.register_buffer("count", torch.zeros(3))
     sender, receiver = Sender(net, "modelopt"), Receiver()
     net.count = torch.ones(3)
+    name, plain = next((name, p) for name, p in net.named_parameters() if p.dim() == 1)
+    net.load_state_dict({name: torch.full_like(plain, 3.0)}, strict=False, assign=True)
     for message in sender.named_tensors():
         receiver.accept(message.header, message.tensors)
     assert torch.equal(receiver.tensors["count"], torch.ones(3))
+    assert torch.all(receiver.tensors[name] == 3.0)
     net.adapter = nn.Parameter(torch.zeros(8))
     with pytest.raises(ValueError, match="the model has got adapter since its weights were named: make another Sender"):
         next(sender.named_tensors())

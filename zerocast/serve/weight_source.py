@@ -141,9 +141,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model
         self.group = group
-        sharded = list(torch_fsdp.sharded_parameters(model))
-        self._parameters = {name: parameter for name, parameter, _ in sharded}
-        self._dtypes = {name: dtype for name, _, dtype in sharded}
+        self._dtypes = {name: dtype for name, _, dtype in torch_fsdp.sharded_parameters(model)}
         owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
         self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
         # Before the first forward pass weights do not know yet how FSDP2 shards them.
@@ -219,10 +217,15 @@ class ShardedModel:
         return _check_of(lambda: ([owner.casts for owner in self._owners], _versions(tensors)))
 
     @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """The parameters that FSDP2 shards, by name. A load may have replaced them."""
+        return {name: parameter for name, parameter, _ in torch_fsdp.sharded_parameters(self._model)}
+
+    @property
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors by name, those that FSDP2 shards first. The model may get other ones."""
-        others = {name: tensor for name, tensor in tensors_of(self._model) if name not in self._parameters}
-        return {**self._parameters, **others}
+        parameters = self._parameters
+        return {**parameters, **{name: t for name, t in tensors_of(self._model) if name not in parameters}}
 
     def _prepared(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, FSDPWeight) of the prepared parameters."""
