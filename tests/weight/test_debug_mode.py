@@ -123,6 +123,19 @@ def test_a_cast_without_a_gather():
     read(weight)
 
 
+def test_what_is_derived_from_bytes_before_their_gather_is_made_again():
+    """A product keeps scales in the layout of tensor cores until the next cast."""
+    weight, _, plan = weight_and_master()
+    plan.cast()
+    before = weight.cached_per_cast("first", lambda: weight.state.rowwise_data[0, 0].clone())
+    weight.state.rowwise_data.bitwise_xor_(1)  # as a gather writes it
+    plan.post_all_gather()
+    for _ in range(2):
+        assert weight.cached_per_cast("first", lambda: weight.state.rowwise_data[0, 0].clone()) == before ^ 1
+    kept = weight.cached_per_cast("first", lambda: torch.zeros(()))
+    assert kept == before ^ 1
+
+
 def test_weights_do_not_keep_masters_alive():
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
@@ -143,7 +156,7 @@ SAID = "the weights changed between this forward pass and its backward pass"
 @pytest.mark.notices(
     "a backward pass after a step, a load or a swap uses an earlier forward pass",
     where=("ZeroAdamW", "CastPlan"),
-    answer="raises if it reads a quantized weight that has changed; not in compiled graphs",
+    answer="raises if it reads a quantized weight that has changed; not in compiled graphs, nor in what `torch.func.vjp` returned",
 )
 @pytest.mark.parametrize("change", ["an average", "an average, and a step", "a load"])
 def test_a_graph_of_other_weights(change: str) -> None:
@@ -165,6 +178,21 @@ def test_a_graph_of_other_weights(change: str) -> None:
     optimizer.zero_grad()
     backward(model)
     optimizer.step()
+
+
+def test_what_vjp_returned_reads_the_weights_of_now() -> None:
+    """So it does with plain weights, since torch.func compares no version counters."""
+    for model in (network(), nn.Sequential(nn.Linear(32, 32)).bfloat16()):
+        x = torch.randn(4, 32).bfloat16()
+        y, pullback = torch.func.vjp(model[0], x)
+        is_plain = not isinstance(model[0].weight, QuantizedWeight)
+        optimizer = (
+            torch.optim.AdamW(model.parameters(), lr=0.1) if is_plain else ZeroAdamW(model.named_parameters(), lr=0.1)
+        )
+        backward(model)
+        optimizer.step()
+        _, later = torch.func.vjp(model[0], x)
+        assert torch.equal(*(of(torch.ones_like(y))[0] for of in (pullback, later)))
 
 
 @pytest.mark.parametrize(
@@ -210,6 +238,22 @@ def test_a_graph_of_weights_that_a_plan_took_over_and_did_not_change() -> None:
     newer = CastPlan(weights, masters, [0])
     assert weights[0].state.validity is newer.validity
     loss.backward()
+
+
+@on_ranks(0, 2)
+def test_a_graph_of_before_an_optimizer_is_built(world: int) -> None:
+    """The first one may change the values of other ranks than the first. Later ones repeat them."""
+    model = network()
+    x = torch.randn(4, 32).bfloat16()
+    losses = [model(x).float().square().mean()]
+    optimizer = ZeroAdamW(model.named_parameters(), lr=0.1)
+    losses.append(model(x).float().square().mean())
+    newer = ZeroAdamW(model.named_parameters(), lr=0.1)
+    for loss, is_refused in zip(losses, (world > 1, False), strict=True):
+        with pytest.raises(RuntimeError, match=SAID) if is_refused else contextlib.nullcontext():
+            loss.backward()
+        newer.zero_grad()
+    del optimizer
 
 
 @on_ranks(2)

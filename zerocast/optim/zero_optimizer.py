@@ -235,7 +235,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._square_sum: tuple[int, Tensor] | None = None
 
         self._register_prechecks()
+        version = self._validity.version
         self._driver.refresh()
+        # This repeats the bytes, unless ranks begin from initial values of rank 0.
+        if group.size == 1 or self._is_built or self._initialised_from_codes:
+            self._validity.version = version
         # Set last. Steps raise as long as it differs from `param_groups`.
         self._listed = listed_parameters(self.param_groups)
 

@@ -85,8 +85,9 @@ class WeightState:
     choices: dict[Hashable, Any] = field(default_factory=dict)
     # (rows, columns) with leading dimensions folded into the rows.
     matrix_shape: Block = field(init=False)
-    # name -> (number of the cast, value that was derived from its bytes): `cached_per_cast`.
-    _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
+    # name -> (numbers of the cast and of the gather, value that was derived from their bytes):
+    # `cached_per_cast`.
+    _derived: dict[Hashable, tuple[tuple[int, int], Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.matrix_shape = layout.matrix_shape(self.shape)
@@ -291,18 +292,19 @@ class WeightState:
             self.drop_columnwise()
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return the value that `make` derives from the bytes of the last cast, kept until the next
-        cast or until the bytes change or move.
+        """Return the value that `make` derives from the bytes of the last cast, kept until they are
+        gathered, the next cast, or until the bytes change or move.
 
         Nothing is kept for a CUDA graph that is recorded: its replay derives the value from the
         bytes of that time.
         """
         if self.rowwise_data.is_cuda and torch.cuda.is_current_stream_capturing():
             return make()
-        cast, value = self._derived.get(name, (-1, None))
-        if value is None or cast != self.validity.casts:
+        now = self.validity.casts, self.validity.copies
+        then, value = self._derived.get(name, (now, None))
+        if value is None or then != now:
             value = make()
-            self._derived[name] = self.validity.casts, value
+            self._derived[name] = now, value
         return value
 
     def _forget(self) -> None:
