@@ -104,7 +104,8 @@ def named_tensors(
     express or that no reader finds, for names that are used twice, and for fused weights with
     different tensor amaxes; TypeError for anything but the above. While it is read: RuntimeError
     for weights that were never cast, are partial or older than their masters as far as that is
-    known, and for a cast between two buckets, which would mix the weights of two steps.
+    known, and for a cast, or a write to a plain parameter, between two buckets, which would mix the
+    weights of two steps.
     """
     live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
     return live.buckets()
