@@ -197,7 +197,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("mxfp4", "fp8", "graphs"),
         pytest.param("nvfp4:exact_in_fp8", "fp8", "graphs", marks=pytest.mark.slow),
         pytest.param("fp8_block", "nominal", "inductor", marks=pytest.mark.slow),
-        ("mxfp4", "fp8", "inductor"),
+        pytest.param("mxfp4", "fp8", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_products_of_blocks_are_one_op_each(fmt: str, weight_gradients: str, backend: str) -> None:

@@ -44,17 +44,23 @@ needs_four_bits = pytest.mark.skipif(
 )
 
 
-class _OnCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        kwargs = dict(kwargs or {})
+def _made_on_cpu(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str) and "cuda" not in result:
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = _TYPE(tensor, *args, **kwargs)
+    is_name = isinstance(result, str) and "cuda" not in result
+    return result.replace("torch.", "torch.cuda.", 1) if is_name else result
+
+
+_TYPE = Tensor.type
+_FACTORIES = ("empty", "empty_like", "ones", "rand", "randn", "tensor", "triu", "zeros")
 
 
 class _OneByOne:
@@ -99,7 +105,11 @@ def cuda_on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
         stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
-        stack.enter_context(_OnCpu())
+        # A mode would be asked for every operator and attribute of every tensor.
+        for name in _FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, _made_on_cpu(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(Tensor, "cuda", lambda tensor, *_, **__: tensor))
+        stack.enter_context(mock.patch.object(Tensor, "type", _type))
         yield
 
 

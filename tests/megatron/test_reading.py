@@ -1,8 +1,8 @@
 """Whoever reads a weight waits for its gather, also as the second thread that does."""
 
-import time
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from unittest import mock
 
@@ -13,68 +13,83 @@ import zerocast
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, Attached, Case
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.shards import shares
 
-SECONDS = 0.4
+SECONDS = 0.1  # in which a reader that does not wait has read
+
+
+class _Held:
+    """A place at which the first reader is held until it is released."""
+
+    def __init__(self) -> None:
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        self.reached.set()
+        assert self.released.wait(20)
 
 
 class _Slow:
     """A gather that takes its time, or dies."""
 
-    def __init__(self, handle: Any, dies: bool) -> None:
-        self._handle, self._dies = handle, dies
+    def __init__(self, handle: Any, held: _Held, dies: bool) -> None:
+        self._handle, self._held, self._dies = handle, held, dies
 
     def wait(self) -> None:
-        time.sleep(SECONDS)
+        self._held.hold()
         self._handle.wait()
         if self._dies:
             raise RuntimeError("injected")
 
 
-def read_twice(dies: bool, columnwise: bool, second_after: float, by_host: bool = False) -> list[tuple[Any, float]]:
-    """What two threads read of a weight, or the error, and how long that took. The host itself may finish the gathers in the first,
-    as in a forward pass. What is read without an error is what is there afterwards.
+def read(attached: Attached, weight: QuantizedWeight, columnwise: bool, by_host: bool) -> Any:
+    """What is read of a weight, or the error. With `by_host` the host finishes the gathers before, as in a forward pass."""
+    for group in attached.run.ddp.bucket_groups if by_host else ():
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+    try:
+        return weight.read(columnwise, torch.float32)
+    except RuntimeError as error:
+        return str(error)
+
+
+def read_twice(dies: bool, columnwise: bool, second_in: str, by_host: bool = False) -> list[Any]:
+    """What two threads read of a weight. The second one begins while the first is in the gather or in the copies after it, and must
+    not have read before the first goes on. What is read without an error is what is there afterwards.
     """
     with host():
         attached = Attached(Case(MIXED, overlap=True))
         attached.run.step(0)
         weight = next(w for w in attached.run.weights.values() if isinstance(w, QuantizedWeight))
+        held = {"gather": _Held(), "copies": _Held()}
         for group in attached.run.ddp.bucket_groups:
             if not group.param_gather_dispatched or group.param_gather_handle is None:
                 group.start_param_sync()
-            group.param_gather_handle = _Slow(group.param_gather_handle, dies)
+            group.param_gather_handle = _Slow(group.param_gather_handle, held["gather"], dies)
 
-        def read(index: int) -> tuple[Any, float]:
-            time.sleep(index * second_after)
-            start = time.monotonic()
-            for group in attached.run.ddp.bucket_groups if by_host and index == 0 else ():
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-            try:
-                value: Any = weight.read(columnwise, torch.float32)
-            except RuntimeError as error:
-                value = str(error)
-            return value, time.monotonic() - start
+        def slowed(copies: Any, make: Callable[[Any], None] = ColumnwiseCopies.make) -> None:
+            held["copies"].hold()
+            make(copies)
 
-        slowed = mock.patch.object(ColumnwiseCopies, "make", _slowed(ColumnwiseCopies.make))
-        with slowed, ThreadPoolExecutor(2) as threads:
-            found = list(threads.map(read, range(2)))
+        with mock.patch.object(ColumnwiseCopies, "make", slowed), ThreadPoolExecutor(2) as threads:
+            first, second = threads.submit(read, attached, weight, columnwise, by_host), None
+            for place, one in held.items():
+                if not dies or place == "gather":
+                    assert one.reached.wait(20)
+                if place == second_in:
+                    second = threads.submit(read, attached, weight, columnwise, False)
+                    assert not wait([first, second], SECONDS).done
+                one.released.set()
+            assert second is not None
+            found = [first.result(), second.result()]
         if not dies:
             attached.run.force_sync()
             expected = weight.read(columnwise, torch.float32)
-            assert all(isinstance(value, torch.Tensor) and torch.equal(value, expected) for value, _ in found)
+            assert all(isinstance(value, torch.Tensor) and torch.equal(value, expected) for value in found)
         return found
-
-
-def _slowed(method: Callable[..., None]) -> Callable[..., None]:
-    def call(copies: Any) -> None:
-        time.sleep(SECONDS)
-        method(copies)
-
-    return call
 
 
 @on_ranks(2)
@@ -99,14 +114,15 @@ def test_a_gather_in_flight_is_none_of_the_next_cast() -> None:
 pytestmark = needs_megatron
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("second_after", [0.1, 1.5], ids=["in the gather", "in the copies"])
+@pytest.mark.parametrize("second_in", ["gather", "copies"])
 @pytest.mark.parametrize("by_host", [False, True], ids=["reader", "host"])
-def test_the_second_reader_waits_too(ranks: Ranks, by_host: bool, columnwise: bool, second_after: float) -> None:
-    for found in ranks(2)(read_twice, False, columnwise, second_after * SECONDS, by_host):
-        assert all(seconds > SECONDS / 4 for _, seconds in found)
+def test_the_second_reader_waits_too(by_host: bool, columnwise: bool, second_in: str) -> None:
+    read_twice(False, columnwise, second_in, by_host)
 
 
-def test_the_second_reader_raises_where_the_first_does(ranks: Ranks) -> None:
-    for (first, _), (second, _) in ranks(2)(read_twice, True, False, 0.1 * SECONDS):
-        assert "injected" in first and "an all-gather failed partway" in second
+@on_ranks(2)
+def test_the_second_reader_raises_where_the_first_does() -> None:
+    first, second = read_twice(True, False, "gather")
+    assert "injected" in first and "an all-gather failed partway" in second
