@@ -56,6 +56,19 @@ _device_of = torch._C.TensorBase.device.__get__
 _to, _numpy, _make_wrapper = Tensor.to, Tensor.numpy, Tensor._make_wrapper_subclass
 
 
+class OneByOne:
+    """Stands for a coalescing manager: collectives have started when they are added, and `wait` waits for all. gloo has
+    no coalescing, and silently corrupts a coalesced group of several dtypes.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 def is_there(tensor: Tensor) -> bool:
     """Return True if a tensor is on the accelerator."""
     if type(tensor) in (Tensor, nn.Parameter):

@@ -4,7 +4,7 @@ The folder that holds the package `apex` is named by ZEROCAST_APEX; without it a
 
 * `amp_C` and `distributed_adam_cuda` are stubs with the two kernels that a step needs, in plain torch;
 * what Apex asks of CUDA (a device, streams) is answered by the CPU;
-* collectives run one by one: gloo has no coalescing.
+* collectives run one by one (`OneByOne`).
 
 Over NCCL nothing of this is done. Where the extensions are not built, Apex and the stubs are taken out of `sys.modules` once they
 were imported, since other hosts try to import them too.
@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.accelerator import OneByOne
 
 # -- Apex's two kernels of a step in plain torch: its formulas, operation by operation. `fused_adam` is `DistAdamFunctor` of
 # `multi_tensor_distopt_adam_kernel.cu` in decoupled weight decay.
@@ -118,20 +120,9 @@ def device() -> str:
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
-class _OneByOne:
-    """A stand-in for a coalescing manager, which waits at the end for what was started inside."""
-
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 @contextlib.contextmanager
-def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_OneByOne]:
-    yield _OneByOne()
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[OneByOne]:
+    yield OneByOne()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 * tensors that it asks of CUDA are made on the CPU, and there are no streams;
 * parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
 * dropout draws from the one generator there is;
-* the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes;
+* the all-gathers of a bucket group run one by one (`OneByOne`);
 * what a save has written is told within the rank: for an asynchronous one each rank starts a Python that passes it on;
 * megatron.training since 0.18, and emerging_optimizers, take `typing.override`, which is in Python from 3.12 on.
 """
@@ -23,6 +23,7 @@ import typing_extensions
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.accelerator import OneByOne
 from zerocast.cast import partition
 from zerocast.integrations.megatron import host
 from zerocast.integrations.megatron.host import HYBRID
@@ -63,20 +64,9 @@ _TYPE = Tensor.type
 _FACTORIES = ("empty", "empty_like", "ones", "rand", "randn", "tensor", "triu", "zeros")
 
 
-class _OneByOne:
-    """Stands for a coalescing manager: gathers have started when it is entered, and `wait` waits for all."""
-
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 @contextlib.contextmanager
-def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[_OneByOne]:
-    manager = _OneByOne()
+def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[OneByOne]:
+    manager = OneByOne()
 
     def recorded(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ them must be gathered again.
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.weight import AS_QUANTIZED_WEIGHT, FSDPWeight, living, shard_statuses
 from zerocast.weight.gathered_operands import GatheredOperands
 from zerocast.weight.validity import gathered_together
+
+if TYPE_CHECKING:
+    from zerocast.fsdp2.manager import CastManager
 
 
 class ParamGroup:
@@ -85,6 +88,11 @@ class ParamGroup:
         return living(self._weights)
 
     @property
+    def _manager(self) -> "CastManager":
+        """The manager that casts the weights, which keep it alive."""
+        return self.weights[0].manager
+
+    @property
     def is_unsharded(self) -> bool:
         """True while the weights are gathered."""
         return bool(self._group().is_unsharded)
@@ -123,10 +131,12 @@ class ParamGroup:
         self._cast_statuses = [weight.status_after_cast for weight in self.weights]
         self._sent_statuses_cast = -1
 
-    def begin_gather(self, cast_number: int, device: torch.device) -> None:
-        """Prepare the tensors of all weights that a gather sends, on `device`. `cast_number` is the
-        number of the last cast. Codes that casts do not keep are cast here, for this gather only.
+    def begin_gather(self, device: torch.device) -> None:
+        """Prepare the tensors of all weights that a gather of the last cast sends, on `device`,
+        before FSDP2 takes the bytes of any weight. Codes that casts do not keep are cast here, for
+        this gather only.
         """
+        cast_number = self._manager.plan.generation
         self._write_headers(cast_number)
         codes: Sequence[Sequence[Tensor]] = [()] * len(self._buffer_outputs)
         if self.cast_codes is not None:
@@ -186,12 +196,10 @@ class ParamGroup:
     # -- bytes that all ranks sent
 
     @torch.no_grad()
-    def gather_bytes_again(self, cast_number: int) -> None:
-        """Gather the bytes of the cast with this number into the outputs that FSDP2 has gathered
-        into.
-        """
+    def _gather_bytes_again(self) -> None:
+        """Gather the bytes of the last cast into the outputs that FSDP2 has gathered into."""
         ranks = Group.of(self.weights[0].shard_mesh)
-        self.begin_gather(cast_number, self.outputs[0][0].device)
+        self.begin_gather(self.outputs[0][0].device)
         for name, outputs, parts in zip(self.names, self.outputs, self._outgoing, strict=True):
             for output, part in zip(outputs, parts, strict=True):
                 with torch_fsdp.unversioned([output]):
@@ -199,10 +207,20 @@ class ParamGroup:
         self._outgoing = []
 
     def finish_gather(self) -> None:
-        """Copy the gathered scales into the buffers that products read, and mark all weights as
+        """Finish a gather, once all bytes have arrived. If the headers say that all ranks have
+        written masters, cast and gather again.
+
+        Copies the gathered scales into the buffers that products read, and marks all weights as
         readable unless this rank has written to them since their bytes were sent.
         """
         assert self.metadata is not None
+        manager = self._manager
+        # Another gather may have made that cast already.
+        if self._compare_headers() and self.sent_cast == manager.plan.generation:
+            manager.cast_again()
+        if self.sent_cast != manager.plan.generation:
+            self._gather_bytes_again()
+            self._compare_headers()
         weights = self.weights
         for weight in weights:
             param, nominal = weight.param(), weight.geometry.nominal
@@ -216,7 +234,7 @@ class ParamGroup:
         gathered_together([weight.validity for weight in weights])
         # If optimizers step inside a backward pass, that pass continues to read the weights of its
         # forward pass, although their masters have changed.
-        if not weights[0].manager.plan.param_groups.is_stepping_in_backward:
+        if not manager.plan.param_groups.is_stepping_in_backward:
             self._refuse_reads_of_late_writes(weights)
         for weight in weights:
             shown = None if weight.presentation is AS_QUANTIZED_WEIGHT else weight.shown
@@ -228,7 +246,7 @@ class ParamGroup:
         not report these writes.
         """
         plain_written = torch_fsdp.has_plain_writes(self._group())
-        written = weights[0].manager.plan.written
+        written = self._manager.plan.written
         for weight, sent_status in zip(weights, self._sent_statuses, strict=True):
             if plain_written or (weight.name in written and sent_status is ShardStatus.CLEAN):
                 weight.refuse_reads()
@@ -283,7 +301,7 @@ class ParamGroup:
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
 
-    def compare_headers(self) -> bool:
+    def _compare_headers(self) -> bool:
         """Return True if all ranks report in the headers of the last gather that they have written
         to one of the weights, so that all must cast again. Raises RuntimeError on all ranks if only
         some have written to it.

@@ -27,7 +27,8 @@ The first gather of a weight runs FSDP2's two hooks (`FSDPWeight.send` and `rece
 allocate memory and the parameter that modules see. Later gathers run no hook: before the first cast
 zerocast replaces the classes of FSDP2's own FSDPParam and FSDPParamGroup objects (by
 `torch_fsdp.GatheredByGroup` and `GroupOfWeights`), which send and receive all weights of a group at
-once (`send`, `receive_group`) and, over several ranks, gather them as one parameter.
+once (`FSDPWeight.send`, `ParamGroup.finish_gather`) and, over several ranks, gather them as one
+parameter.
 """
 
 import warnings

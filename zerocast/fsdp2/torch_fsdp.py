@@ -244,7 +244,7 @@ class GatheredByGroup(FSDPParam):
                 alloc_storage(tensor)
             if self.memory is not None:
                 self.all_gather_outputs = self.memory
-            weight.receive_group()
+            weight.group.finish_gather()
 
     # Torch 2.15 calls neither of these two. There autograd adds the gradients of several passes, in
     # the dtype that they have.

@@ -94,8 +94,9 @@ class FSDPWeight:
            ▼         casts all weights if a cast is due.
         gathering    FSDP2's all-gather of bytes, prefetched or not
            │ `receive_first`, in the first gather only: makes `unsharded`
-           │ `receive_group`, for the first weight of every gather: compares the headers of all
-           │         ranks, casts and gathers again if all have written masters, copies scales
+           │ `ParamGroup.finish_gather`, for the first weight of every gather: compares the headers
+           │         of all ranks, casts and gathers again if all have written masters, and copies
+           │         scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
            │         module sees through `presentation`
@@ -159,7 +160,7 @@ class FSDPWeight:
         self.validity = Validity(LOAD, advice=ADVICE)
         self.validity.owner = weakref.ref(manager)
         self.validity.has_masters = True
-        # The first gather of all runs before `adopt`. With index 0, `send` calls `begin_gather`,
+        # The first gather of all runs before `adopt`. With index 0, `send` calls `before_gather`,
         # which finds the weights and adopts them.
         self.index = 0
         self.is_located = False
@@ -417,17 +418,13 @@ class FSDPWeight:
     def send(self, device: torch.device) -> list[Tensor]:
         """Return the flat tensors that this rank sends in a gather, on `device`."""
         if self.index == 0:
-            self.begin_gather(device)
+            self.manager.before_gather()
+            self.group.begin_gather(device)
         return self.group.pop_outgoing(self.index)
-
-    def begin_gather(self, device: torch.device) -> None:
-        """Called for the first weight of a gather, before FSDP2 takes the bytes of any weight."""
-        self.manager.before_gather()
-        self.group.begin_gather(self.manager.plan.generation, device)
 
     def receive_first(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Make `unsharded` over the `outputs` of the first gather. Later gathers fill the same
-        memory and call only `receive_group`. Return the tensor that modules see, and the buffers
+        memory, without a call for each weight. Return the tensor that modules see, and the buffers
         that FSDP2 must allocate and free with it.
         """
         buffers, freed_with_it = self.group.buffers_over(self.index, outputs)
@@ -441,21 +438,8 @@ class FSDPWeight:
         self.unsharded = unsharded
         self.group.after_unsharded(self.index)
         if self.index == 0:
-            self.receive_group()
+            self.group.finish_gather()
         return self.presentation.show(unsharded), freed_with_it
-
-    def receive_group(self) -> None:
-        """Finish a gather. Called for the first weight of every gather, once all bytes have
-        arrived. If the headers say that all ranks have written masters, cast and gather again.
-        """
-        group = self.group
-        # Another gather may have made that cast already.
-        if group.compare_headers() and group.sent_cast == self.manager.plan.generation:
-            self.manager.cast_again()
-        if group.sent_cast != self.manager.plan.generation:
-            group.gather_bytes_again(self.manager.plan.generation)
-            group.compare_headers()
-        group.finish_gather()
 
     def convert(self, fmt: FormatSpec) -> None:
         """Set the format of later casts. The next gather allocates memory as the first one did,

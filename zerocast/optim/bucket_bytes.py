@@ -121,18 +121,21 @@ class BucketBytes:
         is_capturing = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self._copies = [flat.clone() for flat in self.flats] if debugging() and not is_capturing else []
 
-    def check(self) -> bool:
-        """Return True if parameters are stored outside of their views. Raises RuntimeError if they
-        have different values there, or if parameters in their views were written since `record`.
-        """
-        # This runs in every step. Usually nothing was written and nothing has moved.
+    @property
+    def is_untouched(self) -> bool:
+        """True if it is certain that no parameter was written or moved since `record`."""
+        # Every step asks.
         unchanged = not self._copies and list(map(_version, self._watched)) == self._versions
         in_buffers = list(map(Tensor.data_ptr, self._parameters)) == self._addresses
         same_states = all(map(operator.is_, map(_state, self._weights), self._states))
-        if unchanged and in_buffers and same_states and self._seen_in_buffers == self._location():
-            return False
+        return unchanged and in_buffers and same_states and self._seen_in_buffers == self._location()
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters in their views were written since `record`, or if
+        parameters that are stored outside of their views have different values there.
+        """
         self._check_unwritten()
-        return self._check_moved()
+        self._check_moved()
 
     def _check_unwritten(self) -> None:
         copies = self._copies if debugging() else []
@@ -156,15 +159,9 @@ class BucketBytes:
         if names:
             raise RuntimeError(f"parameters were written since the last step, among {first_of(names)}: {LOST}")
 
-    def _check_moved(self) -> bool:
+    def _check_moved(self) -> None:
         plain = [p for p in self._plain if not p.is_in_buffer]
-        quantized = [q for q in self._quantized if q.weight.state is not q.state]
-        location = self._location()
-        if self._seen_in_buffers != location:
-            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
-        if not plain and not quantized:
-            self._seen_in_buffers = location
-            return False
+        quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
         for p in plain:
             _check_fits(p.slot.parameter, p.view)
         names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.view)]
@@ -173,8 +170,6 @@ class BucketBytes:
             raise RuntimeError(
                 f"parameters have a different storage and different values since the last step, {first_of(names)}: {LOST}"
             )
-        # `reclaim` moves them back.
-        return True
 
     def _location(self) -> tuple[Validity, int] | None:
         """Return a value that compares equal as long as no weight has moved. All weights of a

@@ -86,17 +86,12 @@ class WeightGather(Gather):
         for bucket in list(self._in_flight.values()):
             self._finish(bucket)
 
-    def check(self) -> bool:
-        """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
-        other code has written parameters since the last cast.
-
-        Buckets whose gather is in flight are skipped, since nothing has read or written them yet.
-        """
-        has_moved = False
+    def check(self) -> None:
+        """Raise RuntimeError if other code has written parameters since the last cast."""
         for bucket in self._buckets:
+            # Nothing has read or written a bucket whose gather is in flight.
             if id(bucket) not in self._in_flight:
-                has_moved = bucket.check() or has_moved
-        return has_moved
+                bucket.check()
 
     def prepare(self) -> None:
         """Finish the gathers in flight, and move every weight back into the flat buffers, which the
@@ -104,9 +99,12 @@ class WeightGather(Gather):
         """
         if self._in_flight:
             self.finish_all()
+        touched = [bucket for bucket in self._buckets if not bucket.is_untouched]
         # All parameters are checked before anything changes.
-        if self.check():
-            self.reclaim()
+        for bucket in touched:
+            bucket.check()
+        for bucket in touched:
+            bucket.reclaim()
 
     def reclaim(self) -> None:
         """Finish the gathers in flight, and move every weight back into the flat buffers without
