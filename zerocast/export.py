@@ -15,7 +15,7 @@ from torch import nn
 from zerocast.checkpoint.store import Location
 from zerocast.distributed.group import GroupLike
 from zerocast.serve.hugging_face import write_hf
-from zerocast.serve.piece import Rows
+from zerocast.serve.stored_tensor import Rows
 from zerocast.serve.weight_source import source_of
 from zerocast.serve.write import SHARD_BYTES, write_safetensors
 

@@ -140,7 +140,7 @@ def served_recipe(recipe: RecipeLike, serve: str | None, model: nn.Module) -> Re
     recipe = Recipe.of(recipe).for_reader(serve, model)
     if serve is not None:
         # It imports what reads and writes checkpoints.
-        from zerocast.serve.served import check_served  # noqa: PLC0415
+        from zerocast.serve.hugging_face import check_served  # noqa: PLC0415
 
         formats = {name: recipe.format_of(name) for name, p in model.named_parameters() if p.dim() >= 2}
         check_served(model, {name: fmt for name, fmt in formats.items() if fmt.element is not None}, serve)

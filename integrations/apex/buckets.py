@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.host import Gather, Host
 from zerocast.distributed.bucket import Bucket
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
+from zerocast.weight.buffers import into_flat_buffer
 from zerocast.weight.validity import Validity, debugging
 
 ADVICE = (

@@ -22,13 +22,13 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
-from zerocast.integrations.patches import known_api
+from zerocast.integrations import known_api
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 
 from . import checkpoint, host
 from .buckets import QuantizedBuckets
-from .validate import problem_of
+from .host import problem_of
 
 _Host: Any = host.optimizer_class()
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from zerocast.checkpoint.store import local_path
-from zerocast.integrations import zero_run
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations import Patch, Patches, zero_run
 from zerocast.integrations.zero_run import is_quantized
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.zero_optimizer import ZeroOptimizer

@@ -16,7 +16,7 @@ from zerocast import CastPlan, verify
 from zerocast.cast.host import CastDriver, Host
 from zerocast.distributed.agreement import first_of, together, validate_across_ranks
 from zerocast.formats.layout import byte_range
-from zerocast.integrations.patches import Patches
+from zerocast.integrations import Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use, debugging
 

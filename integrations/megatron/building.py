@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.patches import Patch, Patches, replaced
+from zerocast.integrations import Patch, Patches, replaced
 
 from . import host, layout, offload, unattached, validate
 from .primary import (

@@ -22,7 +22,7 @@ from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.host import CastDriver, Gather, raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.integrations.patches import Patch
+from zerocast.integrations import Patch
 from zerocast.weight.validity import Use, Validity
 
 from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of

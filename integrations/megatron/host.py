@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerocast.integrations import patches
+from zerocast import integrations
 
 FP8 = "megatron.core.fp8_utils"
 FP4 = "megatron.core.fp4_utils"
@@ -29,7 +29,7 @@ CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
 UNKNOWN = "this megatron-core has an API that zerocast does not support (supported: 0.16 to 0.19)"
-known_api = functools.partial(patches.known_api, UNKNOWN)
+known_api = functools.partial(integrations.known_api, UNKNOWN)
 # An attribute of a parameter that `tag_params_for_buffer_routing` has seen: true if its buffer is
 # laid out for a LayerWiseDistributedOptimizer.
 MANAGED = "is_managed_by_layer_wise_optimizer"

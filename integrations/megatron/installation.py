@@ -28,7 +28,7 @@ from zerocast import Recipe, quantize_
 from zerocast.distributed.agreement import largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.recipe import RecipeLike
-from zerocast.integrations.patches import Patch, Patches, replaced
+from zerocast.integrations import Patch, Patches, replaced
 
 from . import host, layout, validate
 from .attachment import Attachment, attach

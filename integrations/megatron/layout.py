@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerocast.formats.layout import round_up
-from zerocast.integrations.patches import Patch
+from zerocast.integrations import Patch
 
 from . import host
 

@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.distributed.group import Group
-from zerocast.integrations.patches import Patch
+from zerocast.integrations import Patch
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use
 

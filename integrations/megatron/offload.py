@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.patches import Patch, Patches, replaced
+from zerocast.integrations import Patch, Patches, replaced
 
 from . import host
 from .primary import is_primary

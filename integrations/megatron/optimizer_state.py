@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.integrations.patches import Patch, Patches, replaced
+from zerocast.integrations import Patch, Patches, replaced
 
 from . import host, offload
 from .gathers import AttachedShare, Guard

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.integrations.patches import replaced
+from zerocast.integrations import replaced
+from zerocast.weight.buffers import into_flat_buffer
 
 from . import host
 

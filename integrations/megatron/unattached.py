@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.integrations.patches import Patches
+from zerocast.integrations import Patches
 from zerocast.weight.validity import Validity
 
 from . import host

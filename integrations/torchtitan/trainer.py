@@ -4,17 +4,24 @@ quantized bytes.
 torchtitan 0.3 makes a configuration in Python, lets the command line change it, and builds the
 Trainer to which the class of the configuration belongs. So `quantized` changes that class: a
 subclass of torchtitan's configuration adds zerocast's section and optimizers, and belongs to a
-subclass of torchtitan's Trainer that prepares the weights (`parallelize.py`). Unsupported settings
-raise when the Trainer is built, after the command line has been read.
+subclass of torchtitan's Trainer that prepares the weights. Unsupported settings raise when the
+Trainer is built, after the command line has been read.
+
+A weight has to be prepared after it was sliced and before it is sharded. A model's parallelize_fn
+does both in one call: tensor and context parallelism, then activation checkpointing, compilation
+and FSDP2. It gets a policy of activation checkpointing, and calls its `build` between the two, so
+`prepare_between` passes it a policy that prepares the weights there.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerocast
 from zerocast.formats.recipe import RecipeLike
@@ -22,8 +29,7 @@ from zerocast.fsdp2 import FusedAdamW
 
 from . import host
 from .optimizer import DelayedStates
-from .parallelize import prepare_between
-from .section import Zerocast, recipe_of
+from .section import Zerocast, prepare_model, recipe_of
 from .validate import validate_trainer
 
 Implementation = Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16", "zerocast"]
@@ -158,3 +164,56 @@ def quantized(
     kind: Any = type(config)
     training = dataclasses.replace(config.training, disable_cuda_graphs=True)
     return host.derive(config, config_class(kind), training=training, optimizer=optimizer, zerocast=section)
+
+
+def prepare_between(parallelize_fn: Any, section: Zerocast) -> Any:
+    """Wrap `parallelize_fn` of a ModelSpec: it prepares the weights that the section's recipe
+    matches.
+
+    The wrapped function raises as `prepare_model` does, and RuntimeError if `parallelize_fn` builds
+    no policy of activation checkpointing, as flux's. Slices that divide a block raise at the first
+    gather.
+    """
+
+    def parallelize(model: nn.Module, *, parallel_dims: Any, ac_config: Any, **given: Any) -> nn.Module:
+        policy = _PreparingPolicy(ac_config, lambda: prepare_model(model, section, _mesh_of_slices(parallel_dims)))
+        sharded: nn.Module = parallelize_fn(model, parallel_dims=parallel_dims, ac_config=policy, **given)
+        if not policy.has_prepared:
+            raise RuntimeError(
+                f"{parallelize_fn.__module__}.{parallelize_fn.__qualname__} builds no activation checkpointing from its "
+                "configuration between slices and shards, which is when zerocast prepares weights: call "
+                "zerocast.fsdp2.prepare in your own parallelize_fn"
+            )
+        return sharded
+
+    return parallelize
+
+
+class _PreparingPolicy:
+    """Replaces the configuration of activation checkpointing, which may be None.
+
+    Attributes:
+        has_prepared: True once `build` was called and the weights are prepared.
+    """
+
+    def __init__(self, ac_config: Any, prepare: Callable[[], None]) -> None:
+        self._ac_config = ac_config
+        self._prepare = prepare
+        self.has_prepared = False
+
+    def build(self, **given: Any) -> Any:
+        self._prepare()
+        self.has_prepared = True
+        return self if self._ac_config is None else self._ac_config.build(**given)
+
+    def apply(self, model: nn.Module) -> None:
+        """Do nothing: without a configuration no activation is recomputed."""
+
+
+def _mesh_of_slices(parallel_dims: Any) -> DeviceMesh | None:
+    """Return the mesh of all ranks with parts of one weight; None without tensor parallelism."""
+    if parallel_dims.tp == 1:
+        return None
+    axes = ["fsdp", "tp"] if parallel_dims.spmd_backend == "partial_dtensor" else ["dp_shard", "cp", "tp"]
+    mesh: DeviceMesh = parallel_dims.get_activated_mesh(axes)._flatten("zerocast_slices")
+    return mesh

@@ -9,12 +9,11 @@ weights of TransformerEngine's modules as its tensors.
 import contextlib
 from collections.abc import Iterator
 
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations import Patch, Patches
 
 from . import host
 from .gathered_weights import present
-from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release, replace_raw_data
-from .sources import masters_of
+from .master_weights import cast_master_weights_to_fp8, masters_of, quantize_master_weights, release, replace_raw_data
 from .transposes import post_all_gather_processing
 
 # Without TransformerEngine, importing this package raises, and not the first call of it.

@@ -7,7 +7,7 @@ import functools
 import importlib
 from typing import Any
 
-from zerocast.integrations import patches
+from zerocast import integrations
 
 TENSORS = "transformer_engine.pytorch.tensor"
 UTILS = "transformer_engine.pytorch.utils"
@@ -16,7 +16,7 @@ QUANTIZATION = "transformer_engine.pytorch.quantization"
 MODULES = "transformer_engine.pytorch.module.base"
 
 known_api = functools.partial(
-    patches.known_api, "this TransformerEngine has an API that zerocast does not support (supported: 2.20)"
+    integrations.known_api, "this TransformerEngine has an API that zerocast does not support (supported: 2.20)"
 )
 
 

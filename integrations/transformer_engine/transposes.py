@@ -16,7 +16,7 @@ from zerocast.cast.columnwise import ColumnwiseCopies
 
 from .adapters import is_quantized
 from .entry import is_hybrid, parts_of
-from .fingerprint import Fingerprint
+from .plan_cache import Fingerprint
 from .weight_view import WeightView, view_of
 
 # A tensor that needs a copy: (its position in the caller's list, the tensor, its view).

@@ -20,7 +20,7 @@ from tests.optim.runs import TWO_GROUPS
 from zerocast import QuantizedWeight
 from zerocast.distributed.bucket import Bucket
 from zerocast.formats import Columnwise
-from zerocast.formats.dtypes import torch_dtype
+from zerocast.formats.element import torch_dtype
 
 if not WHY_NOT:
     from tests.apex.host_on_cpu import apex

@@ -18,7 +18,7 @@ from tests.backends.test_adam_update import scalars
 from tests.casts import bit_patterns
 from zerocast import get_format
 from zerocast.backends.descriptor import Piece
-from zerocast.backends.reference import moments
+from zerocast.backends.reference import adam
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import amax_counts, amax_grid, moment_group, moment_groups
 
@@ -119,7 +119,7 @@ class Shard:
 
     def dequantized(self) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in self.pieces.tolist():
-            yield moments.dequantize_moments(self.exp_avg, self.exp_avg_sq, self.scales, piece)
+            yield adam.dequantize_moments(self.exp_avg, self.exp_avg_sq, self.scales, piece)
 
 
 def weights(seed: int, wild: bool = False, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Tensor]:
@@ -239,13 +239,13 @@ def next_to_boundaries(key: int, step: int) -> Tensor:
     for scale, nudge in itertools.product(BOUNDARY_SCALES.split(1), NUDGES):
         for code in (torch.arange(127), torch.arange(1, 128), torch.arange(128, 255)):
             if code[0] == 0:
-                low, high = (moments.dequantize_first(c, scale) for c in (code, code + 1))
-                size = boundary(code, low, high, lambda m, scale=scale: moments.quantize_first(m[None], scale)[0])  # type: ignore[misc]
+                low, high = (adam.dequantize_first(c, scale) for c in (code, code + 1))
+                size = boundary(code, low, high, lambda m, scale=scale: adam.quantize_first(m[None], scale)[0])  # type: ignore[misc]
             else:
                 element = 128 * len(rows) + torch.arange(1, 128)
-                random, square = moments.random_numbers(key, step, element)[None], scale.square()
-                low, high = (moments.dequantize_second(c, square) for c in (code, code + 1))
-                rounds: Rounds = lambda v, r=random, s=square: moments.quantize_second(v[None], s, r)[0]  # noqa: E731
+                random, square = adam.random_numbers(key, step, element)[None], scale.square()
+                low, high = (adam.dequantize_second(c, square) for c in (code, code + 1))
+                rounds: Rounds = lambda v, r=random, s=square: adam.quantize_second(v[None], s, r)[0]  # noqa: E731
                 size = boundary(code, low, high, rounds).sqrt()
             nudged = (size.view(torch.int32) + nudge).view(torch.float32)
             rows.append(torch.cat([scale, nudged.minimum(scale) * (1 - 2 * (code % 2))]))

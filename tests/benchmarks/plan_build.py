@@ -22,8 +22,8 @@ from torch import Tensor
 import zerocast
 from zerocast.bench.shard import SimulatedGroup
 from zerocast.bench.workload import Workload
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.formats.layout import BUFFERS, Span
+from zerocast.weight.buffers import into_flat_buffer
 
 RANKS = (8, 64, 512, 2048, 4096, 16384)
 WEIGHTS = (8, 100, 1_000, 10_000, 44_544, 100_000)

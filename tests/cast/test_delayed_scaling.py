@@ -10,9 +10,9 @@ from tests import casts
 from zerocast import CastPlan, QuantizedWeight, Recipe, get_format, quantize_
 from zerocast.backends import reference
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.quantize import cast_whole
+from zerocast.weight.buffers import into_flat_buffer
 
 FORMATS = (
     "fp8_delayed:amax_history_len=3",

@@ -12,8 +12,8 @@ import zerocast
 from tests.benchmarks import plan_build
 from tests.fsdp2.test_host_work import calls_of, calls_of_zerocast
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.formats.layout import BUFFERS
+from zerocast.weight.buffers import into_flat_buffer
 
 EXPERTS = 44_544  # weights of a model with 671 B parameters
 SHAPE = (32, 32)

@@ -13,10 +13,9 @@ from tests import casts
 from tests.checkpoint.storage import SOURCES
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
-from zerocast import QuantizedWeight, get_format, optim
+from zerocast import QuantizedWeight, get_format, inspection, optim
 from zerocast.checkpoint.sources import source
 from zerocast.cli import main
-from zerocast.inspection import cast_statistics
 from zerocast.integrations import zero_run
 from zerocast.quantize import cast_whole
 
@@ -153,7 +152,7 @@ def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
     opened, sizes = open_source(tmp_path / "m.safetensors"), []
     read = opened.read
     opened.read = lambda name, o, s: sizes.append(torch.Size(s).numel()) or read(name, o, s)  # type: ignore[method-assign, func-returns-value]
-    cast_statistics.measure(opened, "w", get_format("nvfp4"))
+    inspection.measure(opened, "w", get_format("nvfp4"))
     assert max(sizes) <= 128 * 64 and len(sizes) == 2 * 32
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast.cli import interrupts, main, plan
+from zerocast import cli
+from zerocast.cli import main, plan
 from zerocast.serve import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +213,7 @@ def test_who_handles_the_signal_otherwise_keeps_it(in_thread: bool) -> None:
     signal.signal(signal.SIGINT, handler)
 
     def during_a_command() -> Any:
-        with interrupts.remembered():
+        with cli.remembered():
             return signal.getsignal(signal.SIGINT)
 
     with ThreadPoolExecutor(1) as threads:

@@ -10,8 +10,7 @@ from tests.casts import lcg_matrix
 from zerocast import QuantizedWeight, ZeroAdamW
 from zerocast.formats.layout import Span
 from zerocast.metrics import owned_part
-from zerocast.serve.piece import Piece
-from zerocast.serve.stored_tensor import of_weight
+from zerocast.serve.stored_tensor import Piece, of_weight
 from zerocast.verification.master_views import MasterView
 
 EXPERTS, M, K = 3, 96, 64

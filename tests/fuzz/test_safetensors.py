@@ -20,7 +20,7 @@ from tests.optim.probe import Spec
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.checkpoint.sources import open_source
-from zerocast.inspection.contents import Contents, choose
+from zerocast.inspection import Contents, choose
 from zerocast.serve import Receiver, dequantized
 from zerocast.serve.from_masters import cast_tensors, write_checkpoint
 from zerocast.serve.write import SHARD_BYTES, write_safetensors

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.gemm.test_gemm import cast
 from zerocast import QuantizedWeight, Recipe, backends, gemm, get_format, quantize_
-from zerocast.gemm import choice, mxfp4
+from zerocast.gemm import blackwell, choice
 
 H200 = {"device": "cuda", "capability": (9, 0), "cuda": (13, 0)}
 B200 = {"device": "cuda", "capability": (10, 0), "cuda": (13, 0)}
@@ -102,7 +102,7 @@ NOT_CHOSEN = [
 @pytest.fixture(autouse=True)
 def mxfp4_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds of torch for GPUs have it."""
-    monkeypatch.setattr(mxfp4, "_has_kernel", lambda: True)
+    monkeypatch.setattr(blackwell, "_has_mxfp4_kernel", lambda: True)
 
 
 @pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
@@ -145,8 +145,8 @@ def test_hopper_multiplies_all_experts_at_once(fmt: str) -> None:
 
 def test_a_torch_without_the_kernel_of_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "this torch was built without USE_FBGEMM_GENAI and USE_MSLK, one of which has the product"
-    monkeypatch.setattr(mxfp4, "_has_kernel", lambda: False)
-    assert next(mxfp4.unsupported_reasons(case("mxfp4", B200))) == missing
+    monkeypatch.setattr(blackwell, "_has_mxfp4_kernel", lambda: False)
+    assert next(blackwell.MXFP4.unsupported_reasons(case("mxfp4", B200))) == missing
 
 
 def test_a_fallback_is_said_once_with_its_layer(

@@ -11,7 +11,7 @@ from tests import casts
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.host import CastDriver, Gather, Host, PlainShard, raising_together
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.integrations.patches import Patch, Patches
+from zerocast.integrations import Patch, Patches
 
 
 class Trained(Gather):

@@ -15,8 +15,9 @@ from tests.workers import Ranks, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.backends.ops import STAGES
 from zerocast.formats.layout import GradientMessage
-from zerocast.metrics import Meter, Sample, step_trace
-from zerocast.metrics.step_trace import Clock
+from zerocast.metrics import Meter, Sample
+from zerocast.metrics import meter as meters
+from zerocast.metrics.meter import Clock
 
 
 def train(trainer: Trainer, meter: Meter, steps: int) -> Iterator[Sample | None]:
@@ -90,7 +91,7 @@ def test_phases_hold_their_stages_and_add_up(ranks: Ranks) -> None:
 
 def test_every_stage_of_a_cast_is_timed() -> None:
     of_products, of_gradients = {"dequantize", "upcast"}, {"quantize_gradient", "add_gradients"}
-    timed = {name.removeprefix("zerocast::") for name in step_trace.STAGES if name.startswith("zerocast::")}
+    timed = {name.removeprefix("zerocast::") for name in meters.STAGES if name.startswith("zerocast::")}
     assert timed == STAGES.keys() - of_products - of_gradients
 
 

@@ -39,7 +39,7 @@ ROOMS = {
     "integrations/huggingface": "trainers",
     "integrations/lightning": "trainers",
     "csrc": "backends",
-    "zerocast/inspection": "cli",
+    "zerocast/inspection.py": "cli",
     "zerocast/footprint": "cli",
 }
 
@@ -62,7 +62,7 @@ def nearest_tests(root: Path, path: str, function: str = "") -> list[str]:
 
 def _room(path: str) -> str:
     for folder, room in ROOMS.items():
-        if path.startswith(f"{folder}/"):
+        if f"{path}/".startswith(f"{folder}/"):
             return room
     return Path(path).parts[1]
 

@@ -23,7 +23,7 @@ from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.captured_step import CapturedStep, Work
 from zerocast.footprint.weight_bytes import PlannedConfig
 from zerocast.formats import Columnwise
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.optim.device_step import CapturableZeroStep
 

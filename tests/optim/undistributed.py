@@ -17,7 +17,7 @@ from tests import casts
 from tests.formats import model
 from tests.optim.probe import PLAIN, Spec
 from zerocast import get_format
-from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
+from zerocast.backends.reference.adam import dequantize_moments, quantize_moments
 
 F32 = NDArray[np.float32]
 f32 = np.float32

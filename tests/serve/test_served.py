@@ -14,7 +14,7 @@ from tests.serve.test_families import CAUSAL, matrices, on_meta
 from tests.workers import error_of
 from zerocast import QuantizedWeight, Recipe, get_format
 from zerocast.formats.readers import READERS
-from zerocast.serve.served import check_served
+from zerocast.serve.hugging_face import check_served
 
 REFUSED = {
     "experts that no naming has for it": (

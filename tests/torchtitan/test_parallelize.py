@@ -18,7 +18,7 @@ if not WHY_NOT:
         from torchtitan.distributed import ParallelDims
 
         from zerocast.fsdp2.prepare import is_prepared
-        from zerocast.integrations.torchtitan.parallelize import Parallelize
+        from zerocast.integrations.torchtitan.train_spec import Parallelize
 
 pytestmark = needs_torchtitan
 FLAGS = ("tp", "cp", "fsdp", "dp_replicate", "dp_shard", "pp", "ep")

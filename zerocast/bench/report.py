@@ -12,7 +12,7 @@ import torch
 
 from zerocast.bench.clock import Clock, Times
 from zerocast.bench.row import Row
-from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.store import read_bounded
 
 SCHEMA = 1
 # The largest stored report that is read.

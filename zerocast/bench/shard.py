@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import BenchEnv, Workload
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable, WeightTables
@@ -21,6 +20,7 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import whole_sums
 from zerocast.formats.layout import BUFFERS, elements_per_scale
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.buffers import into_flat_buffer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from zerocast.bench.llama import SHAPES, Llama
 from zerocast.bench.report import today
 from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.bench.variant import StepRow, Training, select
-from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.store import read_bounded
 from zerocast.distributed.agreement import together
 from zerocast.distributed.group import Group
 from zerocast.metrics import TrafficCounter

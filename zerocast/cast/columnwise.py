@@ -6,10 +6,10 @@ The gathers of all frameworks end here: the copies are made, and the weights are
 import functools
 from collections.abc import Sequence
 
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.buffers import into_flat_buffer
 from zerocast.weight.validity import Validity
 
 

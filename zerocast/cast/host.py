@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.cpu_masters import write_rounded
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import ShardData
 from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import Group
@@ -30,6 +29,7 @@ from zerocast.formats import get_format
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.buffers import into_flat_buffer
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
 

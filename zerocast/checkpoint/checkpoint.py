@@ -32,7 +32,7 @@ from zerocast.checkpoint.untrained import BUFFERS, Untrained, leaves, other_dtyp
 from zerocast.checkpoint.whole_folder import check_written
 from zerocast.distributed.agreement import first_of, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 
 logger = logging.getLogger(__name__)
 # The step of a checkpoint that does not belong to a numbered series.

@@ -32,9 +32,9 @@ from zerocast.checkpoint import checkpoint
 from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.lineage import Lineage, Runs, TrainedParameters
 from zerocast.checkpoint.manifest import LOADS, SAVES, Manifest, check_step, is_checkpoint
-from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.store_folder import folder_at
+from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, mark_incomplete
 from zerocast.checkpoint.writer import NoLease, WriterLease
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks

@@ -22,8 +22,7 @@ from typing import IO, Any
 import torch
 
 from zerocast.checkpoint.lineage import Lineage
-from zerocast.checkpoint.regular_file import open_regular, read_bounded, size_of
-from zerocast.checkpoint.store import Location, StorePath
+from zerocast.checkpoint.store import Location, StorePath, open_regular, read_bounded, size_of
 from zerocast.checkpoint.whole_folder import MANIFEST, has_manifest, is_unfinished, sync
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group

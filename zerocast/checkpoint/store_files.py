@@ -8,8 +8,6 @@ from typing import Any
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
-from zerocast.checkpoint.torch_checkpoint import HashedFiles
-
 
 class StoreFiles(FileSystem):
     """The files of a checkpoint below a URL, which fsspec opens."""
@@ -18,7 +16,3 @@ class StoreFiles(FileSystem):
         """Open the file system of a URL; the path in it, since not all of them take a URL."""
         self.fs, inner = url_to_fs(os.fspath(path), **options)
         return str(inner)
-
-
-class HashedStoreFiles(HashedFiles, StoreFiles):
-    """Files of a store, each of which is hashed while it is written."""

@@ -27,11 +27,11 @@ from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.manifest import Stored
 from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.buffers import StoredWeight
 from zerocast.weight.owners import is_trained
 from zerocast.weight.state import WeightState
-from zerocast.weight.stored import StoredWeight
 from zerocast.weight.validity import Use
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerocast.checkpoint.regular_file import open_regular, read_bounded
-from zerocast.checkpoint.store import Location
+from zerocast.checkpoint.store import Location, open_regular, read_bounded
 
 LEASE = ".writer.json"
 # Seconds between two touches of a lease.

@@ -19,7 +19,7 @@ from zerocast.bench.report import Regression, Report, regressions, stored_ratios
 from zerocast.bench.run import Bench
 from zerocast.bench.step import StepBench
 from zerocast.bench.step_report import StepFailure, StepMeasurement, StepReport
-from zerocast.cli import interrupts
+from zerocast.cli import print_error
 from zerocast.cli.output import Progress, written
 
 
@@ -29,7 +29,7 @@ def cast(config: BenchConfig) -> int:
         stored = stored_ratios(config.compare) if config.compare else {}
         runner = Bench(config)
     except (OSError, RuntimeError, ValueError) as error:
-        interrupts.print_error(f"zerocast bench: {error}")
+        print_error(f"zerocast bench: {error}")
         return 2
     if not config.json:
         print("\n".join([*legend(runner.rows), ""]), flush=True)
@@ -53,7 +53,7 @@ def step(config: StepConfig) -> int:
             report = runner.run(_step_progress if is_first else lambda _: None)
             grown = report.regressions(stored, config.threshold) if stored else []
     except (OSError, RuntimeError, ValueError) as error:
-        interrupts.print_error(f"zerocast bench step: {error}")
+        print_error(f"zerocast bench step: {error}")
         return 2
     if is_first:
         _publish(report, step_markdown(report), config.json, config.out, f"step-x{report.ranks}")

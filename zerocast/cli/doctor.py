@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerocast import backends, torch_names
 from zerocast.bench.machine import describe
-from zerocast.cli import interrupts
+from zerocast.cli import print_error
 from zerocast.cli.options import DoctorConfig
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
@@ -31,7 +31,7 @@ def doctor(config: DoctorConfig) -> int:
                 print("\n".join(LINES[section](content)), flush=True)
     except (RuntimeError, ValueError) as error:
         # For example, ZEROCAST_BACKEND names a backend that cannot run.
-        interrupts.print_error(f"zerocast doctor: {error}")
+        print_error(f"zerocast doctor: {error}")
         return 2
     if config.json:
         print(json.dumps(report, indent=2))

@@ -8,11 +8,10 @@ from typing import Any
 
 from zerocast.checkpoint.store import Location, as_location, local_path
 from zerocast.checkpoint.whole_folder import sizes_of
-from zerocast.cli import interrupts
+from zerocast.cli import print_error
 from zerocast.cli.options import ExportConfig
 from zerocast.cli.output import Progress
-from zerocast.inspection import Chosen, Contents, choose
-from zerocast.inspection.contents import DTYPES
+from zerocast.inspection import DTYPES, Chosen, Contents, choose
 from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.write import SHARD_BYTES, write_safetensors
@@ -23,7 +22,7 @@ def export(config: ExportConfig) -> int:
     try:
         report = _exported(config)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        interrupts.print_error(f"zerocast export: {error}")
+        print_error(f"zerocast export: {error}")
         return 2
     print(json.dumps(report, indent=1) if config.json else _text(report))
     return 0

@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from zerocast.cli import interrupts
+from zerocast.cli import print_error
 from zerocast.cli.options import InspectConfig
 from zerocast.cli.output import check_folder, tracked, written
-from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
-from zerocast.inspection.cast_statistics import LOWEST
-from zerocast.inspection.contents import DTYPES, nbytes_of
+from zerocast.inspection import DTYPES, LOWEST, CastStatistics, Chosen, Contents, choose, measure, nbytes_of
 
 # The most rows of the lower panel of the plot. It shows a sample if there are more weights.
 ROWS = 200
@@ -48,7 +46,7 @@ def inspect(config: InspectConfig) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    interrupts.print_error(f"zerocast inspect: {error}")
+    print_error(f"zerocast inspect: {error}")
     return status
 
 

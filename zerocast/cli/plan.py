@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerocast.cli import interrupts
+from zerocast.cli import print_error
 from zerocast.cli.options import PlanConfig
 from zerocast.cli.output import check_folder, tracked, written
 from zerocast.distributed.bucket import BUCKET_SIZE
@@ -278,7 +278,7 @@ def plan(config: PlanConfig) -> int:
         model = read_model(config.model)
         text = report(config, model)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        interrupts.print_error(f"zerocast plan: {error}")
+        print_error(f"zerocast plan: {error}")
         return 2
     print(text)
     return 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerocast.distributed.lpt_assignment import AssignedParameter, assign_to_ranks, batches
 from zerocast.formats import Block, FormatSpec, get_format
-from zerocast.formats.dtypes import dtype_name, torch_dtype
+from zerocast.formats.element import dtype_name, torch_dtype
 from zerocast.formats.layout import (
     SHARD_ALIGNMENT_ELEMENTS,
     Shape,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
-from zerocast.formats.dtypes import ITEMSIZE, torch_dtype
+from zerocast.formats.element import ITEMSIZE, torch_dtype
 from zerocast.formats.layout import (
     OPERAND_ALIGNMENT_BYTES,
     Buffer,

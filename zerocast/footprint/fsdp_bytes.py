@@ -30,7 +30,7 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.dtypes import ITEMSIZE
+from zerocast.formats.element import ITEMSIZE
 from zerocast.formats.layout import cut_moment_groups, moment_groups
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.store import read_bounded
 
 Shape = tuple[int, ...]
 ROOT = -1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zerocast.distributed.bucket import BUCKET_SIZE
 from zerocast.formats import Block, Columnwise, FormatSpec
-from zerocast.formats.dtypes import ITEMSIZE
+from zerocast.formats.element import ITEMSIZE
 from zerocast.formats.layout import (
     BUFFER_ALIGNMENT_ELEMENTS,
     Buffer,

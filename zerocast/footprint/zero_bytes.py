@@ -38,7 +38,7 @@ from zerocast.footprint.weight_bytes import (
     scale_bytes,
 )
 from zerocast.formats import Block, Columnwise, FormatSpec
-from zerocast.formats.dtypes import ITEMSIZE
+from zerocast.formats.element import ITEMSIZE
 from zerocast.formats.layout import GradientMessage, amax_grid, cut_moment_groups, moment_groups, weight_amax_counts
 
 

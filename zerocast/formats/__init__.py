@@ -20,7 +20,7 @@ from zerocast.plugins import FORMATS, plugins
 __all__ = ["AmaxPolicy", "Block", "Columnwise", "Element", "FormatSpec", "ScaleRule", "format_names", "get_format"]
 
 # The modules of this package that do not define a format.
-_NOT_FORMATS = {"dtypes", "element", "layout", "memory", "readers", "recipe", "shared_amax", "spec"}
+_NOT_FORMATS = {"element", "layout", "memory", "readers", "recipe", "shared_amax", "spec"}
 _LITERALS: dict[str, Any] = {"True": True, "False": False}
 
 

@@ -1,7 +1,8 @@
-"""The element types that a weight's codes can have, as values.
+"""The element types that a weight's codes can have, as values, and the names of dtypes.
 
-Source of the numbers: docs/formats/common.md, the OCP FP8 and MX specifications.
-The backends implement the encoding; a value here only names the type.
+Source of the numbers: docs/formats/common.md, the OCP FP8 and MX specifications. The backends
+implement the encoding; a value here only names the type. Layouts are computed without importing
+torch, whose import would delay `zerocast plan`.
 """
 
 from dataclasses import dataclass
@@ -43,3 +44,21 @@ def fp8(name: str) -> Element:
     if name not in FP8:
         raise ValueError(f"element must be one of {sorted(FP8)}, got {name!r}")
     return FP8[name]
+
+
+# The bytes of an element of each dtype that layouts use.
+ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def dtype_name(dtype: "torch.dtype | str") -> str:
+    """Return the name of a dtype, which may already be a name."""
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """Return the dtype of torch with this name."""
+    # Whoever asks has tensors, so this import costs a look-up.
+    import torch  # noqa: PLC0415
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.dtypes import ITEMSIZE, dtype_name, torch_dtype
+from zerocast.formats.element import ITEMSIZE, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     import torch

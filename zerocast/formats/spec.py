@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zerocast.formats.dtypes import torch_dtype
-from zerocast.formats.element import Element
+from zerocast.formats.element import Element, torch_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -29,10 +29,10 @@ from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.step_tables import StepTables, places_of, steps_taken
+from zerocast.optim.config import hyperparameters_by_name
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_not_kept, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
-from zerocast.optim.validate import hyperparameters_by_name
 from zerocast.weight.validity import Use, Validity, transaction_together
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import FormatSpec
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.formats.layout import Buffer
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_layout import GatheredMetadata, GatherLayout, header_of, side_by_side

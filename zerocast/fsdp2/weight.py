@@ -22,7 +22,7 @@ from zerocast.cast.partition import MasterShard
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.distributed.row_shards import CODES, InnerShards, RowShards, ShardGeometry
 from zerocast.formats import AmaxPolicy, FormatSpec
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp

@@ -1,5 +1,5 @@
-"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. One module per
-path; the protocols of `choice.py` are the contract.
+"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. The
+protocols of `choice.py` are their contract.
 
 Where the device, the format, the shapes and the dtypes allow, a product runs on FP8 (FP4) tensor
 cores through torch's scaled matrix multiply, with its other operand quantized to match. Everything

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_row, per_tensor, plain
+from zerocast.gemm import block_128, per_row, per_tensor, plain
+from zerocast.gemm.blackwell import MXFP4, MXFP8, NVFP4
 from zerocast.gemm.case import Case
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ Operands = tuple[Tensor, ...]
 
 
 class AnyPath(Protocol):
-    """The functions of every path module."""
+    """The functions of every path, which is a module or an object."""
 
     def supports(self, fmt: FormatSpec) -> bool:
         """Return True if this is the path of weights of this format."""
@@ -112,12 +113,12 @@ class OperatorPath(Path, Protocol):
 # that the device can run is used. `dequantize` supports every format, so it is last.
 OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor, "block_128": block_128}
 PATHS: dict[str, Path] = {
-    "nvfp4": nvfp4,
+    "nvfp4": NVFP4,
     "per_tensor": per_tensor,
     "block_128": block_128,
-    "mxfp8": mxfp8,
-    "mxfp4": mxfp4,
-    "dequantize": dequantize,
+    "mxfp8": MXFP8,
+    "mxfp4": MXFP4,
+    "dequantize": plain,
 }
 EXPERTS: dict[str, ExpertsPath] = {"per_row": per_row}
 PREFERENCES = ("auto", "dequantize", "scaled_mm", "block_128")
@@ -228,7 +229,7 @@ def _path_of(case: Case, preference: str) -> tuple[str, str]:
     first path that takes the format, with the reasons of all such paths why the device cannot run
     them.
     """
-    paths: Mapping[str, AnyPath] = {**EXPERTS, "dequantize": dequantize} if case.experts else PATHS
+    paths: Mapping[str, AnyPath] = {**EXPERTS, "dequantize": plain} if case.experts else PATHS
     names = [name for name, path in paths.items() if path.supports(case.format)]
     if preference in names and not any(_reasons(preference, case)):
         return preference, ""

@@ -1,4 +1,7 @@
-"""Products of plain tensors, for dequantized weights and for weights that were never quantized.
+"""Products of plain tensors, for weights that were never quantized and for the path dequantize.
+
+That path takes every format on every device. It dequantizes the weight into a temporary of the
+input's dtype, which lives as long as the product runs.
 
 On a CPU without bf16 instructions torch's bf16 products reach a tenth of the speed of its FP32
 products. There the operands are widened, which is exact, and the FP32 product is rounded once.
@@ -7,11 +10,15 @@ Everywhere else this is torch's own product of the operands.
 
 import functools
 import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocast.formats import FormatSpec
+from zerocast.gemm.case import Case
 from zerocast.gemm.scaling import is_traced
 
 logger = logging.getLogger(__name__)
@@ -73,3 +80,36 @@ def grouped_mm(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     # The fake implementation that compilers trace accepts only bf16, so nothing is widened there.
     dtype = x.dtype if is_traced(x) else product_dtype(x.dtype, x.device.type)
     return torch._grouped_mm(x.to(dtype), matrices.to(dtype), offs=offs).to(x.dtype)
+
+
+def supports(fmt: FormatSpec) -> bool:
+    """Return True: every format can be dequantized."""
+    return True
+
+
+def hardware(case: Case) -> Iterator[str]:
+    """Yield nothing: every device can multiply dequantized weights."""
+    yield from ()
+
+
+def unsupported_reasons(case: Case) -> Iterator[str]:
+    """Yield nothing: this path is always available."""
+    yield from ()
+
+
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """Return the input unchanged, with its leading dimensions."""
+    return (x,)
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `x @ W.T + bias`, or `x @ W` if exactly one of `columnwise` and `transposed` is
+    True.
+    """
+    (x,) = operands
+    w: Tensor = weight.read(columnwise, dtype)
+    if columnwise:
+        return matmul(x, w.t() if transposed else w)
+    return linear(x, w.t() if transposed else w, bias)

@@ -5,7 +5,6 @@ its cost.
 """
 
 from zerocast.metrics.cast_meter import CastCounts, CastMeter
-from zerocast.metrics.meter import NOT_MEASURED, Measurement, Meter, Sample
-from zerocast.metrics.step_trace import StepTrace, TrafficCounter
+from zerocast.metrics.meter import NOT_MEASURED, Measurement, Meter, Sample, StepTrace, TrafficCounter
 
 __all__ = ["NOT_MEASURED", "CastCounts", "CastMeter", "Measurement", "Meter", "Sample", "StepTrace", "TrafficCounter"]

@@ -4,9 +4,8 @@ from zerocast.checkpoint.checkpoint import load, save
 from zerocast.checkpoint.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.ema import EMA
+from zerocast.optim.optimizers import ZeroAdamW, ZeroMuon
 from zerocast.optim.pretrained import full_state_dict, load_masters
-from zerocast.optim.zero_adamw import ZeroAdamW
-from zerocast.optim.zero_muon import ZeroMuon
 
 __all__ = [
     "EMA",

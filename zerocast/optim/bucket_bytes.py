@@ -22,7 +22,7 @@ from zerocast.distributed.agreement import first_of
 from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
-from zerocast.formats.dtypes import torch_dtype
+from zerocast.formats.element import torch_dtype
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState, same_bytes
 from zerocast.weight.validity import Validity, debugging

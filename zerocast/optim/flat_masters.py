@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
+from zerocast.backends.reference.adam import dequantize_rows, quantize_rows
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.bucket import Bucket, Slot, flat_numel
 from zerocast.distributed.group import Group

@@ -35,12 +35,11 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.bucket import Bucket, most_in_flight
 from zerocast.distributed.group import Flight, Group
-from zerocast.optim.config import ZeroConfig
+from zerocast.optim.config import TAKEN_OVER, ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.norm import GradientNorms
 from zerocast.optim.reduced_gradient import GradientPart
 from zerocast.optim.reduction import IdleParameters, PendingBucket, Reduction
-from zerocast.optim.validate import TAKEN_OVER
 from zerocast.weight.validity import Use
 
 DIED = "a backward pass was interrupted by an exception: call zero_grad() of the optimizer before the next one"

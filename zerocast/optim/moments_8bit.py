@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
-from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
+from zerocast.backends.reference.adam import dequantize_moments, quantize_moments
 from zerocast.cast.adam_update import MomentGroups
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_groups

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
+from zerocast.backends.reference.adam import dequantize_rows, quantize_rows
 from zerocast.distributed.bucket import Bucket, Layout
 from zerocast.distributed.group import Group
 from zerocast.distributed.owned_matrices import Matrix, owned_matrices, rounds

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.checkpoint.checkpoint import group_of
-from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
+from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.distributed.agreement import together
 from zerocast.distributed.group import Group
 from zerocast.optim.zero_optimizer import ZeroOptimizer

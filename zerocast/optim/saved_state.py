@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerocast.checkpoint.moments import MOMENTS, SCALES, check_values
-from zerocast.checkpoint.sharded_tensor import TensorShard
+from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.optim.update_rule import UpdateRule
 
 NEVER_STEPPED = "never_stepped"

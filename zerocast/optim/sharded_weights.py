@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from zerocast import backends
-from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.host import CastDriver, Host, identity_weight
 from zerocast.distributed.bucket import Slot, Storage, storage_of
 from zerocast.distributed.group import Group
@@ -18,6 +17,7 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gather import WeightGather
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.buffers import into_flat_buffer
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from zerocast.cast.plan import CastPlan
 from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.checkpoint.moments import SCALES
-from zerocast.checkpoint.sharded_tensor import TensorShard
+from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Group

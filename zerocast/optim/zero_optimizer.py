@@ -32,7 +32,19 @@ from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.bucket_bytes import BucketBytes
-from zerocast.optim.config import ZeroConfig
+from zerocast.optim.config import (
+    OTHER_GROUPS,
+    TAKEN_OVER,
+    Named,
+    ZeroConfig,
+    check_owners,
+    describe,
+    hyperparameters_by_name,
+    listed_parameters,
+    take_over,
+    trainable,
+    validated,
+)
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.ema import Averages
 from zerocast.optim.flat_masters import FlatMasters
@@ -47,18 +59,6 @@ from zerocast.optim.state import STATE_WRITTEN, StateByName, ZeroState
 from zerocast.optim.step_counts import SkippedSteps, StepCounts
 from zerocast.optim.untrained_checks import FrozenParameters, UntrainedTensors, frozen, listed
 from zerocast.optim.update_rule import rule_of
-from zerocast.optim.validate import (
-    OTHER_GROUPS,
-    TAKEN_OVER,
-    Named,
-    check_owners,
-    describe,
-    hyperparameters_by_name,
-    listed_parameters,
-    take_over,
-    trainable,
-    validated,
-)
 from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight

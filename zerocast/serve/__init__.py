@@ -3,11 +3,11 @@
 `zerocast.export` writes files for engines with the modules of this package.
 """
 
-from zerocast.serve.decode import dequantized
 from zerocast.serve.engine_receiver import EngineReceiver
 from zerocast.serve.engine_sender import EngineSender
 from zerocast.serve.engine_weights import EngineWeights
 from zerocast.serve.live import Bucket, named_tensors
+from zerocast.serve.namings import dequantized
 from zerocast.serve.receiver import Receiver
 from zerocast.serve.refit_message import RefitError
 from zerocast.serve.sender import Message, Sender

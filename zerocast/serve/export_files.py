@@ -26,8 +26,7 @@ from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.whole_folder import sync
 from zerocast.formats.layout import round_up
-from zerocast.serve.piece import Piece
-from zerocast.serve.stored_tensor import StoredTensor, by_piece, of_plain
+from zerocast.serve.stored_tensor import Piece, StoredTensor, by_piece, of_plain
 from zerocast.serve.weight_source import WeightSource
 from zerocast.weight import QuantizedWeight
 

@@ -16,11 +16,11 @@ from zerocast.checkpoint.manifest import Manifest, Stored
 from zerocast.checkpoint.sources.source import read_span
 from zerocast.checkpoint.store import Location
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.inspection.contents import Chosen, Contents
+from zerocast.inspection import Chosen, Contents
 from zerocast.quantize import cast_together
 from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight

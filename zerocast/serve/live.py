@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.agreement import first_of
-from zerocast.serve.fused_amaxes import check_shared_amaxes
 from zerocast.serve.hugging_face import pieces_of, quantized_pieces
 from zerocast.serve.namings import check_naming
-from zerocast.serve.piece import Names, Piece
 from zerocast.serve.stored_model import StoredModel, check_stored, is_stored_by_transformers
-from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight
+from zerocast.serve.stored_tensor import Names, Piece, StoredTensor, of_plain, of_weight
 from zerocast.serve.weight_source import live_source_of
-from zerocast.serve.write import check_pieces
+from zerocast.serve.write import check_pieces, check_shared_amaxes
 from zerocast.weight import QuantizedWeight
 
 BUCKET_BYTES = 2**28

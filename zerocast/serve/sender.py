@@ -16,11 +16,11 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import each_together, together, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
-from zerocast.serve.piece import Names
 from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, layout_digest, with_digest
+from zerocast.serve.stored_tensor import Names
 
 # The names of calls in the error that is raised if ranks make different ones.
 MAKES = "makes a Sender"

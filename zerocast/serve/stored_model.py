@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from zerocast.checkpoint.regular_file import check_regular
 from zerocast.checkpoint.sources import Entry, TensorSource, open_source
+from zerocast.checkpoint.store import check_regular
 from zerocast.distributed.agreement import first_of
 from zerocast.formats.readers import HEAD
-from zerocast.serve.piece import Piece, ranges, whole
+from zerocast.serve.stored_tensor import Piece, ranges, whole
 
 WEIGHT = ".weight"
 

@@ -3,9 +3,15 @@
 If several ranks write, they agree on a plan before the first byte. Each then writes its files while
 batches come, and the first rank adds the index. They agree before and after each batch, and an
 error on one rank is raised on every rank.
+
+Weights that an engine fuses into one matrix need the same global scale, which is checked here too.
+vLLM concatenates query, key and value, and gate and up. It takes the largest of their stored global
+scales and does not rescale the codes of the others (`vllm/model_executor/layers/quantization/`:
+`compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py`, `modelopt.py`).
 """
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +25,13 @@ from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync
 from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.formats import FormatSpec
+from zerocast.formats.readers import FUSED
+from zerocast.formats.shared_amax import SharedAmax, groups_of
 from zerocast.serve.export_files import ExportPlan, FileLayout, PlainDtype, SafetensorsFile, planned_units
 from zerocast.serve.flat_bytes import digest
-from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of, unpadded
-from zerocast.serve.piece import Piece, whole
-from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight, plain_value
+from zerocast.serve.stored_tensor import Piece, StoredTensor, of_plain, of_weight, plain_value, whole
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
 
@@ -63,7 +70,7 @@ class TensorWriter:
         # By name of the file.
         self._open: dict[str, SafetensorsFile] = {}
 
-    def add(self, batch: Batch, fused: FusedAmaxes, check_unchanged: Callable[[], None]) -> None:
+    def add(self, batch: Batch, fused: "FusedAmaxes", check_unchanged: Callable[[], None]) -> None:
         """Write those tensors of a batch that belong to this rank. Raises RuntimeError if weights
         have changed since the first batch.
         """
@@ -246,3 +253,68 @@ def _finish(folder: Folder[Any], plan: ExportPlan, files: Mapping[str, bytes]) -
         (folder.partial / name).write_bytes(content)
         sync(folder.partial / name)
     folder.commit()
+
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "train with quantize_(..., serve='vllm'), or pass allow_unequal_scales=True for readers that keep the scales apart, as "
+    "transformers does"
+)
+
+
+def check_shared_amaxes(
+    naming: str,
+    pieces: Mapping[str, Sequence[Piece]],
+    formats: Mapping[str, FormatSpec],
+    shared: Mapping[str, SharedAmax | None],
+) -> None:
+    """Raise ValueError for weights that engines fuse and that do not share their tensor amax in
+    training. Called before any of them is read.
+    """
+    weight_of: dict[str, str] = {}
+    for name, fmt in formats.items():
+        if layout_of(naming, name, fmt).shares_amax:
+            weight_of |= dict.fromkeys((piece.name for piece in pieces[name]), name)
+    for group in groups_of(FUSED, weight_of):
+        members = {weight_of[name] for name in group.names}
+        if len(members) > 1 and len({shared[name] or name for name in members}) > 1:
+            raise ValueError(
+                f"{group} have different tensor amaxes, and an engine that fuses them takes one: {_REMEDY}"
+            )
+
+
+class FusedAmaxes:
+    """The tensor amaxes of the weights that an export has written."""
+
+    def __init__(self, naming: str, allow_unequal: bool) -> None:
+        self._naming = naming
+        self._allow_unequal = allow_unequal
+        # By stored name.
+        self._amaxes: dict[str, float] = {}
+
+    def note(self, name: str, weight: QuantizedWeight, pieces: Sequence[Piece]) -> None:
+        """Remember the amax of a weight that is written."""
+        if self._naming != "bf16" and layout_of(self._naming, name, weight.format).shares_amax:
+            assert weight.amax is not None
+            self._amaxes |= dict.fromkeys((piece.name for piece in pieces), weight.amax.item())
+
+    def check(self) -> None:
+        """Raise ValueError, or one warning, for weights that engines fuse and whose scales
+        differ.
+        """
+        unequal = []
+        for group in groups_of(FUSED, self._amaxes):
+            amaxes = [self._amaxes[name] for name in group.names]
+            if min(amaxes) != max(amaxes):
+                unequal.append((min(amaxes) / max(amaxes), group))
+        if not unequal:
+            return
+        share, group = min(unequal, key=lambda item: item[0])
+        text = (
+            f"{len(unequal)} groups of weights that engines fuse have different tensor amaxes; an engine that takes one "
+            f"global scale for {group} decodes some of them to {share:.2f} of their values"
+        )
+        if not self._allow_unequal:
+            raise ValueError(f"{text}: {_REMEDY}")
+        logger.warning("%s: quantize_(..., serve='vllm') gives them one", text)

@@ -28,8 +28,8 @@ from zerocast import backends, gemm, torch_names
 from zerocast.backends import ops
 from zerocast.formats import get_format
 from zerocast.weight import experts
+from zerocast.weight.buffers import StoredWeight
 from zerocast.weight.gathered_operands import take_gathered_operand
-from zerocast.weight.stored import StoredWeight
 
 PACKAGE = Path(__file__).parent.parent
 # The sources that are traced into graphs, and those with the shapes that graphs rely on. The first

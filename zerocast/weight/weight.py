@@ -20,10 +20,9 @@ from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
 from zerocast.weight import compiled_ops, linear, owners, unsupported
-from zerocast.weight.buffers import WeightBuffers
+from zerocast.weight.buffers import WeightBuffers, WeightReader
 from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
-from zerocast.weight.stored import WeightReader
 from zerocast.weight.validity import Use, described
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
-from zerocast.backends.reference.moments import first_values, second_values
+from zerocast.backends.reference.adam import first_values, second_values
 from zerocast.backends.triton.adam_amax import adamw
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
 from zerocast.backends.triton.codec import DTYPES, INF, as_f32, magnitude, round_nominal

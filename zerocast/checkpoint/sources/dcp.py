@@ -36,12 +36,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import StorageReader
 
-from zerocast.checkpoint.regular_file import open_regular, read_bounded
 from zerocast.checkpoint.sources.source import Entry, TensorSource, slices_of
-from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
+from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location, open_regular, read_bounded
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.formats.dtypes import dtype_name
+from zerocast.formats.element import dtype_name
 
 # The largest metadata that is read; a chunk needs about 200 bytes.
 MOST_BYTES = 2**31

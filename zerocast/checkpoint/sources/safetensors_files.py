@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zerocast.checkpoint.regular_file import check_regular, read_bounded
 from zerocast.checkpoint.sources.source import Entry, TensorSource, slices_of
+from zerocast.checkpoint.store import check_regular, read_bounded
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

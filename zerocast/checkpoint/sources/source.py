@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zerocast.checkpoint.regular_file import check_regular
-from zerocast.formats.dtypes import dtype_name
+from zerocast.checkpoint.store import check_regular
+from zerocast.formats.element import dtype_name
 from zerocast.formats.layout import Span
 
 # The dtypes whose values FP32 holds exactly.
