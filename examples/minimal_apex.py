@@ -35,7 +35,7 @@ def train(device: str, steps: int = 200) -> list[float]:
         loss = F.mse_loss(model(x), x.prod(dim=1, keepdim=True))
         loss.backward()  # Apex reduce-scatters gradients as they appear
         optimizer.clip_grad_norm(1.0)
-        # Apex's Adam on the shard, one all-reduce of amaxes, cast, Apex's all-gather of bytes
+        # Apex's Adam on the shard, one all-reduce of amaxes, cast, all-gather of bytes
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -26,7 +26,6 @@ _OVERRIDDEN = (
     "_check_params_shard_dtypes",
     "_init_param_state",
     "_local_step",
-    "_param_copy_fragments",
     "grad_norm",
     "load_state_dict",
     "param_sync",

@@ -1,16 +1,15 @@
-"""DistributedFusedAdam over quantized weights: Apex's update and gathers, zerocast's cast between.
+"""DistributedFusedAdam over quantized weights: Apex's update, then zerocast's cast and gathers.
 
-Two methods of Apex are overridden for that: `_check_params_shard_dtypes`, which it calls between
-the update of the master shards and the all-gather, and `_param_copy_fragments`, which it calls
-after it. The first casts into this rank's part of a bucket's bytes and gives Apex that buffer to
-gather. The second has nothing to copy, since weights are views of the buffer. Apex makes the
-masters too, from the values before quantization. One call, `_local_step`, writes masters, weights
-and columnwise copies: an exception in it leaves the optimizer partial, and its methods then raise.
+One method of Apex is overridden for that: `_check_params_shard_dtypes`, which it calls between the
+update of the master shards and the all-gather of plain parameters. It casts into this rank's part
+of a bucket's bytes, and leaves these buckets out of Apex's gather. Apex makes the masters too, from
+the values before quantization. One call, `_local_step`, writes masters, weights and columnwise
+copies: an exception in it leaves the optimizer partial, and its methods then raise.
 """
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """
 
     # Attributes of Apex's class: the alignment of parameters and the size of a rank's part of a
-    # bucket, both in elements, and the buckets that a step is about to gather, by number.
+    # bucket, both in elements, and the buckets that Apex is about to gather, by number.
     alignment: int
     default_shard_size: int
     _params_buckets: dict[int, Any]
@@ -197,19 +196,15 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             with raising_together([self._driver]):
                 super()._local_step(bucket_ids)
             super().param_sync()
-            self._quantized.finish(self._plan)
+            self._quantized.start(self._plan)
 
     def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
-        """Cast the updated masters, and give Apex the bytes to gather."""
+        """Cast the updated masters. Their buckets are not among those that Apex gathers."""
         plain = {index: bucket for index, bucket in params_buckets.items() if index not in self._quantized}
         super()._check_params_shard_dtypes(plain)
         self._driver.cast()
-        for index, bucket in self._quantized.items():
-            params_buckets[index].params_shard, params_buckets[index].params_bucket = bucket.all_gather_tensors()
-
-    def _param_copy_fragments(self, fragments: Iterable[Any]) -> None:
-        """Copy gathered values to plain parameters. Quantized weights are views of their bucket."""
-        super()._param_copy_fragments([f for f in fragments if not _is_quantized(self.parameter(f))])
+        for index in self._quantized:
+            del self._params_buckets[index]
 
     def _lay_out(self, bucket: Bucket) -> int:
         """Let Apex make a bucket with the layout of `bucket`. Returns Apex's number for it.

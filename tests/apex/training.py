@@ -19,11 +19,11 @@ from tests.optim.probe import Probe, Spec
 from tests.optim.runs import TWO_GROUPS
 from zerocast import QuantizedWeight
 from zerocast.distributed.bucket import Bucket
+from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.formats.element import torch_dtype
 
 if not WHY_NOT:
-    from tests.apex.host_on_cpu import apex
     from zerocast.integrations.apex import DistributedFusedAdam
 
 # Apex's reductions start alike on all ranks only where all ranks have the same gradients.
@@ -120,32 +120,27 @@ def train(case: Case) -> list[str]:
 
 
 def traffic() -> tuple[int, list[int], list[int]]:
-    """Return the all-reduces of one step, the bytes of each all-gather of quantized buckets, and those of the
-    codes in each bucket.
+    """Return the all-reduces of one step, the bytes of each all-gather of quantized buckets, and those of their
+    codes.
     """
     with host_on_cpu():
         run = Run(Case())
         run.probe.backward(0, run.rank)
         run.optimizer.grad_sync()
         buckets = run.optimizer._quantized.values()
-        wholes = {flat.data_ptr() for bucket in buckets for flat in bucket.bytes.flats}
-        sent, reduce, gather = [], mock.Mock(wraps=dist.all_reduce), apex.all_gather_into_tensor
+        sent, reduce, gather = [], mock.Mock(wraps=dist.all_reduce), Group.all_gather_into
 
-        def counted(whole: Tensor, part: Tensor, **kwargs: Any) -> Any:
-            if whole.data_ptr() in wholes or whole.dtype is torch.uint8:
-                sent.append(whole.nbytes)
-            return gather(whole, part, **kwargs)
+        def counted(group: Group, whole: Tensor, part: Tensor, **kwargs: Any) -> Any:
+            sent.append(whole.nbytes)
+            return gather(group, whole, part, **kwargs)
 
-        with (
-            mock.patch.object(dist, "all_reduce", reduce),
-            mock.patch.object(apex, "all_gather_into_tensor", counted),
-        ):
+        with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(Group, "all_gather_into", counted):
             run.optimizer.step()
-        return reduce.call_count, sorted(sent), sorted(_bytes(bucket.bytes.bucket) for bucket in buckets)
+        return reduce.call_count, sorted(sent), sorted(size for bucket in buckets for size in _sizes(bucket.bucket))
 
 
-def _bytes(bucket: Bucket) -> int:
-    return sum(bucket.numel // flat.elements * torch_dtype(flat.dtype).itemsize for flat in bucket.storage.gathered)
+def _sizes(bucket: Bucket) -> list[int]:
+    return [bucket.numel // flat.elements * torch_dtype(flat.dtype).itemsize for flat in bucket.storage.gathered]
 
 
 def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:
