@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
     from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
     from zerocast.quantize import quantize_
-    from zerocast.verification.report import VerificationError, VerifyReport
-    from zerocast.verification.verify import verify
+    from zerocast.verification.verify import VerificationError, VerifyReport, verify
     from zerocast.weight import QuantizedWeight
     from zerocast.weight.validity import set_debug
 
@@ -71,8 +70,8 @@ _HOMES = {
     "FormatSpec": "formats",
     "QuantizedWeight": "weight",
     "Recipe": "formats.recipe",
-    "VerificationError": "verification.report",
-    "VerifyReport": "verification.report",
+    "VerificationError": "verification.verify",
+    "VerifyReport": "verification.verify",
     "ZeroAdamW": "optim",
     "ZeroConfig": "optim",
     "ZeroMuon": "optim",
