@@ -85,16 +85,17 @@ class CodeRows {
       : stored_(stored), packed_(codes_per_byte == 2), transposed_(transposed) {}
 
   void load(int64_t first_row, int64_t rows, int64_t first_column, int64_t columns) {
+    codes_at_ = codes_[0];
+    pitch_ = kColumns;
     if (transposed_) return load_transposed(first_row, rows, first_column, columns);
-    for (int64_t r = 0; r < rows; ++r) {
-      if (packed_) {
-        unpack(stored_.at(first_row + r, first_column / 2), codes_[r], columns / 2);
-      } else {
-        std::memcpy(codes_[r], stored_.at(first_row + r, first_column), columns);
-      }
+    if (packed_) {
+      for (int64_t r = 0; r < rows; ++r) unpack(stored_.at(first_row + r, first_column / 2), codes_[r], columns / 2);
+    } else {  // read where they are stored
+      codes_at_ = stored_.at(first_row, first_column);
+      pitch_ = stored_.columns;
     }
   }
-  const uint8_t* row(int64_t r) const { return codes_[r]; }
+  const uint8_t* row(int64_t r) const { return codes_at_ + r * pitch_; }
 
  private:
   // With two codes a byte, a transposed row of bytes holds two rows of codes.
@@ -118,6 +119,8 @@ class CodeRows {
   const ByteMatrix& stored_;
   const bool packed_;
   const bool transposed_;
+  const uint8_t* codes_at_ = nullptr;
+  int64_t pitch_ = 0;
   alignas(64) uint8_t codes_[kSquare][kColumns];
 };
 
