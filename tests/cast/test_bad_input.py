@@ -78,6 +78,11 @@ def twice(call: Call) -> None:
     call.weights[1] = call.weights[0].detach()
 
 
+def without_memory(call: Call) -> None:
+    call.weights = [QuantizedWeight.empty((32, 64), weight.format, device="meta") for weight in call.weights]
+    call.masters, call.starts = [None] * len(call.weights), [None] * len(call.weights)
+
+
 def swap(call: Call) -> None:
     for values in (call.weights, call.masters, call.starts):
         values[0], values[1] = values[1], values[0]
@@ -103,6 +108,7 @@ SPOILT: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
     "no tensor": (put("masters", 2, Tensor.tolist), TypeError, "the master is a list"),
     "no start": (put("starts", 0, lambda s: None), ValueError, "needs its start offset"),
     "float start": (put("starts", 0, float), ValueError, "needs its start offset"),
+    "bool start": (put("starts", 0, bool), ValueError, "needs its start offset"),
     "negative start": (put("starts", 3, lambda s: -1), ValueError, r"elements \[-1, "),
     "start past the end": (put("starts", 3, lambda s: NUMEL), ValueError, "are not inside the weight's 2048"),
     "one past the end": (put("starts", 3, lambda s: NUMEL - 600), ValueError, "are not inside the weight's 2048"),
@@ -117,6 +123,7 @@ SPOILT: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
         ValueError,
         "meta",
     ),
+    "meta weights": (without_memory, ValueError, "the weights are on the meta device"),
     "backend": (lambda call: call.options.update(backend="fast"), ValueError, "unknown backend 'fast'"),
     "overlap": (put("starts", 1, lambda s: s - 1), ValueError, "ranks 0 and 1 both own elements of weight 1"),
     "other format": (

@@ -1,6 +1,5 @@
 """Full state dicts hold plain tensors on every rank, over one rank as over several."""
 
-import copy
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,21 +85,6 @@ def test_a_full_tensor_is_a_copy() -> None:
     assert torch.equal(parameter.detach().to_local().clone(), before)
     assert torch.equal(grad, 2 * before)
     assert isinstance(torchs._local_tensor, MasterParameter)
-
-
-@pytest.mark.parametrize("of_training", [False, True])
-@on_ranks(1, 2)
-def test_a_deepcopy_of_a_state_outlives_steps(of_training: bool) -> None:
-    model = a_model(64, 96, None)
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
-    models.train(model, optimizer, range(1), 64)
-    owner: Any = zerocast.fsdp2.TrainingState(model, optimizer) if of_training else model
-    kept = copy.deepcopy(owner.state_dict())
-    before = models.digests(owner.state_dict())
-    models.train(model, optimizer, range(1, 2), 64)
-    owner.load_state_dict(kept)
-    assert models.digests(owner.state_dict()) == before
-    models.check(model, "loaded")
 
 
 def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "nv_late"
 ADDED_OPTIONS = ({**ADAM, "lr": 5e-3, "betas": (0.7, 0.9)}, {**ADAM, "weight_decay": 0.0})
 MUON_ADDED_OPTIONS = ({**test_muon.MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})
 MUON_ADDED = {2: ("nv", "delayed"), 4: ("embedding", "mx")}
-MUON_RUN = test_muon.RUN
+MUON_NAMES = ("embedding", "norm", "cut", "delayed", "mx", "nv", "stack")
+MUON_RUN = dataclasses.replace(test_muon.RUN, specs=tuple(spec for spec in test_muon.SPECS if spec.name in MUON_NAMES))
 CONFIGS: dict[str, Run] = {
     "plain": Run(),
     "clipped, stage 1": Run(stage=1, max_norm=0.1, accumulate=2, no_sync=False),

@@ -1,10 +1,8 @@
 """The state has fixed keys and plain tensors. A state that does not fit is refused on all ranks, and nothing changes."""
 
-import copy
 import io
 import logging
 import pickle
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -105,21 +103,6 @@ def test_shards_of_other_buckets_are_refused():
     trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
     said = refused(trainer, lambda: trainer.optimizer.load_state_dict(other.optimizer.state_dict()))
     assert said.startswith("ValueError") and "sharded differently" in said
-
-
-@on_ranks(0, 2)
-def test_a_state_that_was_kept_during_steps():
-    trainer = Trainer(Run())
-    trainer.train(range(1))
-    kept = trainer.optimizer.state_dict()
-    trainer.optimizer.load_state_dict(kept)
-    copied, before = copy.deepcopy(kept), snapshot(trainer)
-    trainer.train(range(1, 3))
-    said = refused(trainer, lambda: trainer.optimizer.load_state_dict(kept))
-    assert said.startswith("ValueError")
-    assert re.search("the state is that of step 1, but its tensors are views .* of step 3, .* a copy.deepcopy", said)
-    trainer.optimizer.load_state_dict(copied)
-    casts.assert_same_bytes(snapshot(trainer), before)
 
 
 @on_ranks(0, 2)

@@ -163,12 +163,6 @@ def test_two_ranks_add_alike_in_any_library(grad_dtype):
     check(Run(specs=specs, config=config, max_norm=0.1))
 
 
-@pytest.mark.slow
-@on_ranks(1, 2, 3, 4, 5, timeout=600.0)
-def test_hundreds_of_steps():
-    check(Run(steps=300, max_norm=0.05, schedule=True, config=OVERLAP))
-
-
 @pytest.mark.parametrize("config", [DETERMINISTIC, FP8_WIRE], ids=["as it lies", "fp8 wire"])
 def test_every_backend_gives_the_bits(backend, config):
     config = dataclasses.replace(config, backend=backend)

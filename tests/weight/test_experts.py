@@ -179,9 +179,14 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "product"), [("nvfp4", grouped), ("fp8_block", batched), ("nvfp4", one_by_one), ("fp8_block", one_by_one)]
+    ("fmt", "product", "is_as_stored"),
+    [
+        ("nvfp4", grouped, False),
+        ("fp8_block", batched, True),
+        ("nvfp4", one_by_one, True),
+        ("fp8_block", one_by_one, False),
+    ],
 )
-@pytest.mark.parametrize("is_as_stored", [False, True])
 def test_a_compiled_product_keeps_no_plain_weight(
     fmt: str, product: Callable[[Tensor, Any], Tensor], is_as_stored: bool
 ) -> None:
