@@ -1,10 +1,9 @@
 """A folder of checkpoints has one living writer, and a dead one is in nobody's way; only our own folders are touched."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,30 +21,29 @@ from zerocast.checkpoint.writer import LEASE, Writer
 from zerocast.export import export_safetensors
 from zerocast.optim import Checkpoints
 
-WRITES = """
-import sys, time, torch, zerocast
-from zerocast.optim import Checkpoints
-optimizer = zerocast.ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())
-checkpoints = Checkpoints(sys.argv[1])
-checkpoints.save(optimizer, 1)
-print("saved", flush=True)
-time.sleep(600)
-"""
-
 
 def optimizer() -> ZeroAdamW:
     return ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())
 
 
+def save_and_live(folder: Path, saved: Any) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(optimizer(), 1)
+    saved.set()
+    time.sleep(600)
+
+
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Any]:
     """Another process that has saved step 1 into the folder, and lives."""
-    command = [sys.executable, "-c", WRITES, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "saved\n"
-        yield process
-        process.kill()
+    forks = multiprocessing.get_context("fork")
+    saved = forks.Event()
+    process = forks.Process(target=save_and_live, args=(tmp_path, saved), daemon=True)
+    process.start()
+    assert saved.wait(60)
+    yield process
+    process.kill()
+    process.join()
 
 
 @pytest.mark.notices(
