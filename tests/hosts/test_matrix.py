@@ -278,20 +278,22 @@ def attempt(call: Callable[[], Values]) -> "Values | str":
         return f"{type(error).__name__}: {error}"
 
 
-def outcomes(host: str, folders: Iterator[str], event: str, kind: str) -> dict[str, "Values | str"]:
-    """Return the result of every use after the event. A backward pass has a run of its own."""
+def of_backward(host: str, folders: Iterator[str], event: str, kind: str) -> dict[str, "Values | str"]:
+    """Return the result of the event, and of a backward pass that began before it."""
     run = run_of(host, folders, event)
     x = inputs(9, grad=True)
     loss = run.product(x).float().square().mean()
     happened = attempt(lambda: EVENTS[event].happens(run, kind) or {})
     found: dict[str, Values | str] = {"event": happened if isinstance(happened, str) else {}}
-    found["backward"] = attempt(lambda: run.backward(loss) or {"gradient": x.grad.clone()})
+    return found | {"backward": attempt(lambda: run.backward(loss) or {"gradient": x.grad.clone()})}
+
+
+def of_other_uses(host: str, folders: Iterator[str], event: str, kind: str) -> dict[str, "Values | str"]:
+    """Return the result of every other use after the event, in a run of their own."""
     run = run_of(host, folders, event)
     attempt(lambda: EVENTS[event].happens(run, kind) or {})
-    for use, call in CALLS.items():
-        found[use] = attempt(lambda call=call: call(run))
-    found["step"] = attempt(lambda: EVENTS[event].step(run, kind))
-    return found
+    found: dict[str, Values | str] = {use: attempt(lambda call=call: call(run)) for use, call in CALLS.items()}
+    return found | {"step": attempt(lambda: EVENTS[event].step(run, kind))}
 
 
 # What backward passes give without any event, by host and by what runs do before.
@@ -330,20 +332,22 @@ def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
     """Return the answer to every use on all ranks, with the error or the difference."""
     folders = (f"{folder}/{number}" for number in itertools.count())
     with find(host).inside(ALL_KINDS):
-        found = outcomes(host, folders, event, kind)
-        twin = expected(host, folders, event, kind, not isinstance(found["event"], str))
+        case = host, folders, event, kind
+        found = of_backward(*case) | of_other_uses(*case)
+        twin = expected(*case, not isinstance(found["event"], str))
         answers = {"event": said(found.pop("event"), {})}
         answers |= {use: said(outcome, twin[use]) for use, outcome in found.items()}
         answers = of_all_ranks(answers)
-        if any(answer.startswith(NOTICE) for answer in answers.values()):
-            zerocast.set_debug(True)
-            try:
-                again = outcomes(host, folders, event, kind)
-            finally:
-                zerocast.set_debug(False)
-            for use, answer in answers.items():
-                if answer.startswith(NOTICE) and said(again[use], None).startswith(REFUSED):
-                    answers[use] = f"{DEBUG}: {again[use]}"
+        silent = {use for use, answer in answers.items() if answer.startswith(NOTICE)}
+        zerocast.set_debug(True)
+        try:
+            again = of_backward(*case) if "backward" in silent else {}
+            again |= of_other_uses(*case) if silent - {"backward"} else {}
+        finally:
+            zerocast.set_debug(False)
+        for use in silent:
+            if said(again[use], None).startswith(REFUSED):
+                answers[use] = f"{DEBUG}: {again[use]}"
         return answers
 
 
