@@ -58,6 +58,7 @@ OTHERS: Names = {
         "_disabled_torch_function_impl",
         "_dispatch_has_kernel_for_dispatch_key",
         "_dynamo",
+        "_is_tracing",
         "_len_torch_dispatch_stack",
         "_set_throw_on_mutable_data_ptr",
     ),

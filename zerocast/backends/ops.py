@@ -21,7 +21,7 @@ from torch._C._autograd import _profiler_enabled
 from zerocast import backends
 from zerocast.backends import checks
 from zerocast.backends.descriptor import WIDTH, Column
-from zerocast.backends.extension import BoundStage, CompiledStage
+from zerocast.backends.extension import DTYPES, BoundStage, CompiledStage
 from zerocast.formats import Block, get_format, layout
 
 LIBRARY = torch.library.Library("zerocast", "DEF")
@@ -231,6 +231,15 @@ _CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
+def is_observed() -> bool:
+    """Return True while calls of ops are traced, transformed, recorded or profiled. Stages must be
+    called as ops then.
+    """
+    is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
+    is_recorded = _len_torch_dispatch_stack() > 0 or _profiler_enabled()
+    return is_traced or is_recorded or torch._C._are_functorch_transforms_active()
+
+
 # The types of arguments that a compiled backend is called with directly.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, list, bool, type(None)}
 
@@ -282,8 +291,7 @@ class Stage:
             values = [*template]
             for name, place in open_places:
                 values[place] = arguments[name]
-            # While calls of ops are traced, recorded or profiled.
-            if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or _profiler_enabled():
+            if is_observed():
                 op(*values)
                 return
             bound = bound or self._bound(head, fixed)
@@ -446,6 +454,55 @@ def _bind_transposition(backend: str, format: str, shapes: tuple[Block, ...], de
     return Transposition(run, dtypes, numel, made)
 
 
+class Dequantization:
+    """Decodes one direction of one weight. The weight keeps it, as products decode twice a step.
+
+    A compiled backend is called with arguments that were converted before. Buffers are checked, and
+    converted again, when one of them is at another address than in the last call.
+    """
+
+    def __init__(
+        self, backend: str, format: str, rows: int, columns: int, columnwise: bool, dtype: torch.dtype
+    ) -> None:
+        if dtype not in checks.FLOATS:
+            raise TypeError(f"values are {', '.join(map(str, checks.FLOATS))}, got {dtype}")
+        self._backend, self._format = backend, get_format(format)
+        self._shape, self._columnwise, self._dtype = (rows, columns), columnwise, dtype
+        # What `memory` returns behind the address of a result.
+        self._memory_of_out = DTYPES[dtype], rows * columns * dtype.itemsize
+        self._stage: Any = implementation("dequantize", backend)
+        # (addresses, converted arguments) of the last call, as one object because of other threads.
+        self._last: tuple[tuple[int, ...], list[Any]] = (), []
+
+    def __call__(self, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Tensor:
+        """Return the decoded buffers in a new tensor."""
+        addresses = (
+            data.data_ptr(),
+            0 if scale_inv is None else scale_inv.data_ptr(),
+            0 if amax is None else amax.data_ptr(),
+        )
+        stage, last = self._stage, self._last
+        is_compiled = isinstance(stage, CompiledStage)
+        if addresses != last[0]:
+            key = str(self._format)
+            checks.check_direction(self._backend, key, data, scale_inv, *self._shape, self._columnwise)
+            checks.check_amax(key, amax, data.device)
+            arguments = self._format, data, scale_inv, amax, *self._shape, self._columnwise
+            # The last argument, `out`, is new in each call.
+            converters = stage.converters[:-1] if is_compiled else ()
+            last = self._last = addresses, [convert(arguments[place]) for place, convert in converters]
+        out = torch.empty(self._shape, dtype=self._dtype, device=data.device)
+        if is_compiled:
+            stage.entry(*last[1], (out.data_ptr(), *self._memory_of_out), stage.last(data))
+        else:
+            stage(self._format, data, scale_inv, amax, *self._shape, self._columnwise, out)
+        return out
+
+
+# The one that weights of a shape share where none keeps its own, as in an op.
+dequantization = functools.lru_cache(maxsize=1024)(Dequantization)
+
+
 def dequantized(
     backend: str,
     format: str,
@@ -460,13 +517,7 @@ def dequantized(
     """Decode one direction of one weight into a new tensor `[rows, columns]` of `dtype`; the kernel
     of the op `dequantize`.
     """
-    checks.check_direction(backend, format, data, scale_inv, rows, columns, columnwise)
-    checks.check_amax(format, amax, data.device)
-    if dtype not in checks.FLOATS:
-        raise TypeError(f"values are {', '.join(map(str, checks.FLOATS))}, got {dtype}")
-    out = torch.empty(rows, columns, dtype=dtype, device=data.device)
-    _implementation("dequantize", backend, format)(data, scale_inv, amax, rows, columns, columnwise, out)
-    return out
+    return dequantization(backend, format, rows, columns, columnwise, dtype)(data, scale_inv, amax)
 
 
 def upcast_codes(

@@ -45,6 +45,9 @@ def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nom
     empty. A nominal weight gradient takes the input itself.
     """
     global _last  # noqa: PLW0603
+    # This path takes the input itself, so there is nothing to share.
+    if path == "dequantize":
+        return (x,), (x,)
     if not _is_shareable(x):
         return _made(path, x, fmt, weight_gradients)
     # Read the global once, since another thread may replace it. The stream is a part of the use:
@@ -54,9 +57,7 @@ def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nom
     if last is not None and last.x() is x and last.version == x._version and last.use == use:
         return last.operands, last.of_gradient or (x,)
     operands, of_gradient = _made(path, x, fmt, weight_gradients)
-    # The path `dequantize` returns the input itself. There is nothing to share then.
-    if operands[0] is not x:
-        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, () if of_gradient[0] is x else of_gradient)
+    _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, () if of_gradient[0] is x else of_gradient)
     return operands, of_gradient
 
 

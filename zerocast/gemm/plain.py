@@ -72,6 +72,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul(x: Tensor, matrix: Tensor) -> Tensor:
     """Return `x @ matrix` in the dtype of `x`."""
     dtype = product_dtype(x.dtype, x.device.type)
+    if dtype is x.dtype is matrix.dtype:
+        return x @ matrix
     return (x.to(dtype) @ matrix.to(dtype)).to(x.dtype)
 
 

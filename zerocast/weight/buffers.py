@@ -22,6 +22,9 @@ from zerocast.weight.experts import ExpertOf
 from zerocast.weight.gathered_operands import take_gathered_operand
 from zerocast.weight.state import WeightState
 
+# Decodes (codes, scales, tensor amax).
+Dequantize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
 
 class WeightReader:
     """The methods by which products read a weight.
@@ -42,7 +45,6 @@ class WeightReader:
     makes_columnwise: Any
     # The stages as registered ops: a compiler traces through the methods of a QuantizedWeight and
     # must find operators there. StoredWeight runs inside an op and calls the stages themselves.
-    _dequantized: Callable[..., Tensor] = staticmethod(ops.dequantize)
     _upcast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.upcast)
     _transposed: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.transposed)
 
@@ -75,23 +77,28 @@ class WeightReader:
         itself if that holds `dtype` already. Raises RuntimeError for a stale or missing columnwise
         copy.
         """
-        columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
-        if columnwise and self.format.columnwise is Columnwise.TRANSPOSE:
-            # A transposed copy holds the same codes, so the rowwise bytes give the same values
-            # without the work of making it, or of turning it back. A kept one must be fresh.
-            if not self.makes_columnwise:
-                self.direction(columnwise)
-            columnwise = False
+        source = self.format.columnwise
+        is_transpose = columnwise and source is Columnwise.TRANSPOSE
+        # A transposed copy holds the same codes, so the rowwise bytes give the same values without
+        # the work of making it, or of turning it back.
+        columnwise = columnwise and source not in (Columnwise.NONE, Columnwise.TRANSPOSE)
         data, scale_inv = self.direction(columnwise)
+        if is_transpose and not self.makes_columnwise:
+            # A copy that is kept must be fresh.
+            self.stored(columnwise=True)
         if data.dtype == dtype:
             return data
-        key, backend = str(self.format), backends.choose(data.device)
         count, matrix = self.stored_matrices
+        dequantize = self._dequantization(matrix, columnwise, dtype)
         if count == 1:
-            return self._dequantized(backend, key, data, scale_inv, self.amax, *matrix, columnwise, dtype)
+            return dequantize(data, scale_inv, self.amax)
         assert scale_inv is not None
         parts = zip(data.chunk(count), scale_inv.chunk(count), strict=True)
-        return torch.cat([self._dequantized(backend, key, *part, None, *matrix, columnwise, dtype) for part in parts])
+        return torch.cat([dequantize(*part, None) for part in parts])
+
+    def _dequantization(self, matrix: Block, columnwise: bool, dtype: torch.dtype) -> Dequantize:
+        """Return the function that decodes one direction of one matrix to `dtype`."""
+        raise NotImplementedError
 
     def _transposed_matrices(
         self, data: Tensor, scale_inv: Tensor | None, count: int, matrix: Block
@@ -140,7 +147,6 @@ class StoredWeight(WeightReader):
         "stored_matrices",
     )
     is_traced = False
-    _dequantized = staticmethod(ops.dequantized)
     _upcast = staticmethod(ops.upcast_codes)
     _transposed = staticmethod(ops.transposed_copy)
 
@@ -179,6 +185,10 @@ class StoredWeight(WeightReader):
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Make the value. An op has no place to keep it until the next call."""
         return make()
+
+    def _dequantization(self, matrix: Block, columnwise: bool, dtype: torch.dtype) -> Dequantize:
+        (data, _), _ = self._buffers
+        return ops.dequantization(backends.choose(data.device), str(self.format), *matrix, columnwise, dtype)
 
 
 class WeightBuffers(Tensor):

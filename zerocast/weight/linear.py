@@ -48,8 +48,9 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         # An empty input has no amax and cannot be quantized. A frozen weight needs no second
         # operand for its gradient.
-        way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
-        operands, saved_input = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
+        has_elements = x.numel() > 0
+        way = weight_gradients if ctx.needs_input_grad[1] and has_elements else "nominal"
+        operands, saved_input = gemm.of_input(path, x, weight.format, way) if has_elements else ((), (x,))
         ctx.save_for_backward(*saved_input, weight)
         ctx.path = path
         ctx.transposed = transposed
@@ -65,7 +66,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved_input, weight = saved
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_rows = grad.reshape(-1, grad.shape[-1])
+        grad_rows = _rows(grad)
         # The forward pass is over. Quantized operands that are still shared would only add to the
         # memory of the backward pass.
         gemm.forget()
@@ -92,7 +93,7 @@ class _Product(torch.autograd.Function):
                 outer = functools.partial(gemm.OPERATORS[ctx.path].weight_gradient, quantized_grad, saved_input)
                 grad_weight = _weight_gradient(weight, outer, ctx.expert)
             elif needs_weight:
-                x_rows = saved_input[0].reshape(-1, saved_input[0].shape[-1])
+                x_rows = _rows(saved_input[0])
                 pair = (x_rows, grad_rows) if ctx.transposed or ctx.columnwise else (grad_rows, x_rows)
                 grad_weight = _weight_gradient(weight, functools.partial(_outer, *pair), ctx.expert)
         grad_bias = grad_rows.sum(0) if ctx.has_bias and needs_bias else None
@@ -125,10 +126,10 @@ def _multiplied(
 
     `operands` is empty for an input without elements, which has no amax. The product is then empty.
     """
-    # The weight as stored is `[M, K]`: K features if exactly one of the two is True, else M.
-    shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
+    leading = x.shape[:-1]
     if not operands:
-        return x.new_empty(shape)
+        # The weight as stored is `[M, K]`: K features if exactly one of the two is True, else M.
+        return x.new_empty((*leading, weight.matrix_shape[columnwise != transposed]))
     options = columnwise, transposed, bias, x.dtype
     if not weight.is_traced:
         y = gemm.PATHS[path].multiply(operands, weight, *options)
@@ -138,7 +139,7 @@ def _multiplied(
     else:
         y = torch.ops.zerocast.multiply(operands, *options, path, *weight.as_arguments())
     # A path may have padded the rows of its operand to a multiple that the product takes.
-    return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)
+    return y if y.shape[:-1] == leading else y[: x.numel() // x.shape[-1]].view(*leading, y.shape[-1])
 
 
 def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expert: int | None) -> Tensor:
@@ -153,7 +154,8 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expe
     if main_grad is None:
         gradient = product(dtype)
         if expert is None:
-            return gradient.view(weight.shape)
+            # A view of the same shape would take microseconds.
+            return gradient if gradient.shape == weight.shape else gradient.view(weight.shape)
         of_all = gradient.new_zeros(weight.shape)
         of_all[expert] = gradient
         return of_all
@@ -165,11 +167,17 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expe
     return main_grad.new_zeros((), dtype=dtype).expand(weight.shape)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Return `x` as a matrix of rows of features."""
+    # A view of the same shape would take microseconds.
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `left.T @ right` of operands that were not quantized."""
     if dtype is torch.float32:
-        # torch.matmul has no output dtype. Casting its bf16 result would lose the FP32 sum.
-        return left.float().t() @ right.float()
+        # torch.mm has no output dtype. Casting its bf16 result would lose the FP32 sum.
+        return torch.mm(left.float().t(), right.float())
     return gemm.plain.matmul(left.t(), right).to(dtype)
 
 
@@ -186,13 +194,13 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         )
     if weight.transposed_of is not None:
         weight, transposed = weight.transposed_of, not transposed
-    return experts.in_product_dtype(
-        lambda x: _recorded(x, weight, None if bias is None else bias.to(x.dtype), transposed), x, weight
-    )
+    return experts.in_product_dtype(lambda x: _recorded(x, weight, bias, transposed), x, weight)
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return the product, for autograd or for torch.func."""
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
     if torch._C._are_functorch_transforms_active():
         if weight.expert_of is not None:
             raise RuntimeError("torch.func has no products of single experts: use bmm, or call dequantize()")

@@ -179,8 +179,8 @@ def _check_parameters(kind: type[Any], optimizer: Optimizer, *_: Any) -> None:
 
 def note_read(weight: Any) -> None:
     """Remember a weight that is read, requires a gradient and has no owner."""
-    # Every product asks, so the most frequent answer comes first.
-    if weight.state.validity.has_masters:
+    # Every product asks, so the most frequent answers come first.
+    if weight.state.validity.has_masters or id(weight) in _trained:
         return
     # While a compiler traces, the buffers are fake tensors, and the weight is gone before any step.
     if _lacks_owner(weight) and type(weight.state.rowwise_data) is Tensor:

@@ -40,9 +40,12 @@ def differentiable_once(backward: Backward) -> Callable[[Any, Tensor], tuple[Ten
     @functools.wraps(backward)
     def once(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
+        # Nearly every backward pass comes here, and `no_grad` takes 3 µs.
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, gradient)
         with torch.no_grad():
             results = backward(ctx, saved, gradient)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return results
         given = [result for result in results if result is not None]
         sources = [tensor for tensor in (gradient, *saved) if tensor is not None]

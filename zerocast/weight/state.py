@@ -60,8 +60,9 @@ class WeightState:
         version: changes with the values of this weight, if other weights of its validity stay.
         joined_version: the version of its validity when the weight joined it, which has changed no
             value.
-        choices: decisions for the current storage: the GEMM path, and the inner tensors that a
-            compiled function is given. Cleared whenever buffers move or change.
+        choices: decisions for the current storage: the GEMM path, the functions that decode it, and
+            the inner tensors that a compiled function is given. Cleared whenever buffers move or
+            change.
     """
 
     format: FormatSpec

@@ -209,7 +209,7 @@ class Validity:
                     "",
                     f"{self.advice}; or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers",
                 )
-            if use is Use.SEND or (use is Use.READ and debugging()):
+            if use is Use.SEND or (use is Use.READ and _debug_hooks and debugging()):
                 self._check_current(weight, moment)
             if use is Use.SEND:
                 self._observe()

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import gemm
-from zerocast.formats import Columnwise, FormatSpec, get_format, layout
+from zerocast import backends, gemm
+from zerocast.backends import ops
+from zerocast.formats import Block, Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
 from zerocast.weight import compiled_ops, linear, owners, unsupported
-from zerocast.weight.buffers import WeightBuffers, WeightReader
+from zerocast.weight.buffers import Dequantize, WeightBuffers, WeightReader
 from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
 from zerocast.weight.validity import Use, described
@@ -129,7 +130,9 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """True while a compiler traces: the buffers are fake tensors, in place of the buffers of a
         later call.
         """
-        return scaling.is_traced(self.state.rowwise_data)
+        data = self.state.rowwise_data
+        # Every product asks, and nearly all data are plain tensors.
+        return type(data) is not Tensor and scaling.is_traced(data)
 
     def dequantize(self) -> Tensor:
         """Return the weight as a plain tensor of its shape and nominal dtype, from the rowwise
@@ -149,15 +152,32 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         columnwise copy, and for bytes for which `check` raises.
         """
         self.check(Use.READ)
-        return super().direction(columnwise)
+        return super().direction(columnwise) if columnwise else self.stored(columnwise)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """Return (data, scale_inv) of one direction as stored. Waits for a gather in flight. Raises
         RuntimeError for a stale or missing columnwise copy.
         """
+        # Every product asks, so the buffers are read without their properties.
         if columnwise:
-            return self._fresh_columnwise(), self.columnwise_scale_inv
-        return self.rowwise_data, self.rowwise_scale_inv
+            return self._fresh_columnwise(), self.state.buffers["columnwise_scale_inv"]
+        self.wait()
+        buffers = self.state.buffers
+        data = buffers["rowwise_data"]
+        assert data is not None
+        return data, buffers["rowwise_scale_inv"]
+
+    def _dequantization(self, matrix: Block, columnwise: bool, dtype: torch.dtype) -> Dequantize:
+        # The fake tensors of a compiler need the op.
+        if type(self.state.buffers["rowwise_data"]) is not Tensor or ops.is_observed():
+            backend, fmt = backends.choose(self.device), str(self.format)
+            return lambda *buffers: ops.dequantize(backend, fmt, *buffers, *matrix, columnwise, dtype)
+        choices, key = self.state.choices, (columnwise, dtype)
+        dequantization: ops.Dequantization | None = choices.get(key)
+        if dequantization is None:
+            backend, fmt = backends.choose(self.device), str(self.format)
+            dequantization = choices[key] = ops.Dequantization(backend, fmt, *matrix, columnwise, dtype)
+        return dequantization
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the value that `make` derives from the bytes of the last cast, kept until the next
@@ -219,7 +239,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     @property
     def makes_columnwise(self) -> bool:
         """True if a columnwise copy is made at each use and not kept."""
-        return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
+        state = self.state
+        return state.columnwise_on_demand and state.format.columnwise is Columnwise.TRANSPOSE
 
     @property
     def product_grad_dtype(self) -> torch.dtype:
