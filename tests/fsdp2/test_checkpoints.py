@@ -24,7 +24,7 @@ from tests.fsdp2.models import DELAYED, Net
 from tests.workers import Ranks, on_ranks
 
 WIDTH, HIDDEN = 64, 96
-FORMATS = ("nvfp4", DELAYED, "mxfp8", "fp8_block:power_of_2_scale=False")
+FORMATS = ("nvfp4", DELAYED, "mxfp8")
 
 
 def build(where: str, formats: tuple[str, ...] = FORMATS, prepare: bool = True) -> tuple[Any, torch.optim.Optimizer]:
