@@ -9,6 +9,7 @@ import torch
 from tests.cast import test_shared_amax
 from tests.devices import gpu_params, gpus
 from tests.optim import test_accumulation, test_muon
+from tests.optim.probe import MIXED
 from tests.optim.runs import ADAM, DETERMINISTIC, Compared, Run, Trainer, check
 from tests.optim.test_update import WHOLE
 from zerocast import ZeroConfig
@@ -17,16 +18,16 @@ pytestmark = gpus(2)
 BACKENDS = ["reference", *gpu_params()]
 CASE_SECONDS = 180.0
 RUNS = {
-    "clip and schedule": Run(schedule=True, max_norm=0.1),
-    "gradients put on parameters": Run(assign=True),
-    "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
-    "fp32 gradients": Run(config=dataclasses.replace(DETERMINISTIC, grad_dtype=torch.float32)),
-    "fp8 wire": Run(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128"), max_norm=0.1),
-    "stage 1": Run(stage=1, accumulate=2),
+    "clip and schedule": Run(MIXED, schedule=True, max_norm=0.1),
+    "gradients put on parameters": Run(MIXED, assign=True),
+    "overlap": Run(MIXED, config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
+    "fp32 gradients": Run(MIXED, config=dataclasses.replace(DETERMINISTIC, grad_dtype=torch.float32)),
+    "fp8 wire": Run(MIXED, config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128"), max_norm=0.1),
+    "stage 1": Run(MIXED, stage=1, accumulate=2),
     "gathered scales": Run(
         specs=WHOLE, options=(ADAM,), steps=3, config=ZeroConfig(bucket_size=40_000, deterministic=True)
     ),
-    "small buckets": Run(config=ZeroConfig(bucket_size=1, deterministic=True), steps=3),
+    "small buckets": Run(MIXED, config=ZeroConfig(bucket_size=1, deterministic=True), steps=3),
     "Muon": dataclasses.replace(test_muon.RUN, max_norm=0.1),
     "Muon, a matrix a round": dataclasses.replace(
         test_muon.RUN, config=ZeroConfig(bucket_size=1, deterministic=True), accumulate=2
@@ -72,7 +73,7 @@ def test_a_rank_without_gradients_before_no_sync(gpu_ranks, passes, count):
 
 def waits_after_no_sync() -> bool:
     """Return whether the host waits, in a step after no_sync, for what the GPU does before that step."""
-    trainer = Trainer(Run(accumulate=2, device="cuda"))
+    trainer = Trainer(Run(MIXED, accumulate=2, device="cuda"))
     trainer.train(range(3))
     trainer.backward(3)
     torch.cuda._sleep(6_000_000_000)  # cycles, about three seconds

@@ -16,6 +16,7 @@ from tests import casts
 from tests.devices import gpus
 from tests.fsdp2 import models
 from tests.optim.faults import late_gathers
+from tests.optim.probe import MIXED
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, weight_bytes
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.gather import ReadyEvent
@@ -83,7 +84,7 @@ def second_reader(is_guarded: bool) -> tuple[bool, bool, bool]:
     whether a second thread on another stream read before they were there, and whether it read the right
     bytes.
     """
-    trainer = Trainer(Run(config=OVERLAP, device="cuda"))
+    trainer = Trainer(Run(MIXED, config=OVERLAP, device="cuda"))
     weights: list[Any] = [trainer.probe.get_parameter(name) for name in TRANSPOSED]
     for step in range(WARM):
         trainer.step(step)
