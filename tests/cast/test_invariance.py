@@ -12,7 +12,7 @@ from tests.strategies import models
 from tests.workers import Ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", worlds(1, 3, 5, slow=[2]))
 def test_any_cut_of_any_mix(ranks: Ranks, world: int) -> None:
     @examples_on(world)
     @given(data=st.data())
