@@ -1,4 +1,4 @@
-"""Private names of torch are used only if they are known, and a torch that lacks one is refused."""
+"""Private names of torch are used only as the table says, and a torch that lacks one is refused."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ from torch import nn
 
 import zerocast
 from zerocast import torch_names
-from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS
+from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, PrivateName
 
 PACKAGE = Path(zerocast.__file__).parent
 TABLE = PACKAGE / "torch_names.py"
@@ -35,62 +35,11 @@ NOT_TORCH = {
     "_shape",
     "_slice_file",
 }
-# Names of instances, of operators, and names that code asks for before it uses them: they cannot be looked up.
-OF_INSTANCES = {
-    "_all_gather_result",
-    "_all_reduce_hook",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "_cuda_getCurrentRawStream",
-    "_foreach_",
-    "_foreach_lerp",
-    "_foreach_lerp_",
-    "_foreach_sub",
-    "_foreach_sub_",
-    "_fsdp_param_group",
-    "_fsdp_param_groups",
-    "_fused_",
-    "_is_mkldnn_bf16_supported",
-    "_is_param",
-    "_lazy_clone",
-    "_local_scalar_dense",
-    "_local_tensor",
-    "_module_info",
-    "_non_persistent_buffers_set",
-    "_opt_called",
-    "_optimizer_load_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_orig_size",
-    "_overloadname",
-    "_param_fqn",
-    "_parameters",
-    "_pin_memory",
-    "_reduce_scatter_comm",
-    "_reduce_scatter_process_group",
-    "_scaled_mm_v2",
-    "_schema",
-    "_sharded_local_tensor",
-    "_stable_hash_for_caching",
-    "_state_ctx",
-    "_to_copy",
-    "_to_dense",
-    "_to_sharded",
-    "_to_sparse",
-    "_to_unsharded",
-    "_training_state",
-    "_unsharded_inner_tensors",
-    "_unsharded_param",
-    "_use_post_forward_mesh",
-}
-KNOWN = OF_INSTANCES.union(*FSDP2.values(), *OTHERS.values())
 
 
 @functools.cache
 def trees() -> list[tuple[Path, ast.Module]]:
-    """Return the files of the package, without the table of names."""
+    """Return the files of the package, without the table."""
     return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")) if path != TABLE]
 
 
@@ -136,19 +85,20 @@ def foreign_names() -> dict[str, str]:
 
 
 def test_private_names_are_in_the_table() -> None:
+    known = {name.name for name in (*FSDP2, *OTHERS)}
     found = foreign_names()
     assert "_unsharded_param" in found
-    assert {name: file for name, file in found.items() if name not in KNOWN | NOT_TORCH} == {}
+    assert {name: file for name, file in found.items() if name not in known | NOT_TORCH} == {}
 
 
 def test_the_table_has_nothing_beyond_what_is_used() -> None:
     text = "\n".join(path.read_text() for path, _ in trees())
     words = set(re.findall(r"\b_\w+", text))
-    assert KNOWN - words == set()
+    assert [name.name for name in (*FSDP2, *OTHERS) if name.name not in words] == []
 
 
 def test_this_torch_has_the_names() -> None:
-    assert torch_names.missing_names(FSDP2, OTHERS) == []
+    assert torch_names.missing_names((*FSDP2, *OTHERS)) == []
 
 
 @pytest.fixture
@@ -160,8 +110,9 @@ def fresh_check() -> Iterator[None]:
 
 
 def test_prepare_refuses_a_torch_that_lacks_a_name(fresh_check: None) -> None:
+    gone = PrivateName("_gone_in_this_torch", "torch.autograd", "a test", "none")
     refused = pytest.raises(RuntimeError, match="_gone_in_this_torch, which this torch lacks")
-    with mock.patch.object(torch_names, "FSDP2", {"torch.autograd": ("_gone_in_this_torch",)}), refused:
+    with mock.patch.object(torch_names, "FSDP2", (gone,)), refused:
         zerocast.fsdp2.prepare(nn.Linear(32, 32), {"weight": "nvfp4"})
 
 

@@ -235,7 +235,7 @@ def is_observed() -> bool:
     """Return True while calls of ops are traced, transformed, recorded or profiled. Stages must be
     called as ops then.
     """
-    is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     is_recorded = _len_torch_dispatch_stack() > 0 or _profiler_enabled()
     return is_traced or is_recorded or torch._C._are_functorch_transforms_active()
 

@@ -66,7 +66,7 @@ def _problems_of_torch() -> list[str]:
     """List the private names that the installed torch lacks, and whether this release was never
     tested.
     """
-    missing = torch_names.missing_names(torch_names.FSDP2, torch_names.OTHERS)
+    missing = torch_names.missing_names((*torch_names.FSDP2, *torch_names.OTHERS))
     untested = torch_names.untested_release()
     return [*(f"this torch lacks {name}" for name in missing), *([untested] if untested else [])]
 
