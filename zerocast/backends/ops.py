@@ -235,7 +235,7 @@ def is_observed() -> bool:
     """Return True while calls of ops are traced, transformed, recorded or profiled. Stages must be
     called as ops then.
     """
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     is_recorded = _len_torch_dispatch_stack() > 0 or _profiler_enabled()
     return is_traced or is_recorded or torch._C._are_functorch_transforms_active()
 
@@ -458,7 +458,8 @@ class Dequantization:
     """Decodes one direction of one weight. The weight keeps it, as products decode twice a step.
 
     A compiled backend is called with arguments that were converted before. Buffers are checked, and
-    converted again, when one of them is at another address than in the last call.
+    converted again, when one of them is at another address or of another size than in the last
+    call.
     """
 
     def __init__(
@@ -471,26 +472,28 @@ class Dequantization:
         # What `memory` returns behind the address of a result.
         self._memory_of_out = DTYPES[dtype], rows * columns * dtype.itemsize
         self._stage: Any = implementation("dequantize", backend)
-        # (addresses, converted arguments) of the last call, as one object because of other threads.
-        self._last: tuple[tuple[int, ...], list[Any]] = (), []
+        # (places of the buffers, converted arguments) of the last call, as one object because of
+        # other threads.
+        self._last: tuple[tuple[Any, ...], list[Any]] = (), []
 
     def __call__(self, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Tensor:
         """Return the decoded buffers in a new tensor."""
-        addresses = (
-            data.data_ptr(),
-            0 if scale_inv is None else scale_inv.data_ptr(),
-            0 if amax is None else amax.data_ptr(),
+        # With sizes, since memory that was freed may have become a smaller tensor.
+        places = (
+            (data.data_ptr(), data.numel()),
+            None if scale_inv is None else (scale_inv.data_ptr(), scale_inv.numel()),
+            None if amax is None else amax.data_ptr(),
         )
         stage, last = self._stage, self._last
         is_compiled = isinstance(stage, CompiledStage)
-        if addresses != last[0]:
+        if places != last[0]:
             key = str(self._format)
             checks.check_direction(self._backend, key, data, scale_inv, *self._shape, self._columnwise)
             checks.check_amax(key, amax, data.device)
             arguments = self._format, data, scale_inv, amax, *self._shape, self._columnwise
             # The last argument, `out`, is new in each call.
             converters = stage.converters[:-1] if is_compiled else ()
-            last = self._last = addresses, [convert(arguments[place]) for place, convert in converters]
+            last = self._last = places, [convert(arguments[place]) for place, convert in converters]
         out = torch.empty(self._shape, dtype=self._dtype, device=data.device)
         if is_compiled:
             stage.entry(*last[1], (out.data_ptr(), *self._memory_of_out), stage.last(data))
