@@ -291,7 +291,8 @@ class Stage:
             values = [*template]
             for name, place in open_places:
                 values[place] = arguments[name]
-            if is_observed():
+            # As in `is_observed`, without a call. Nothing differentiates or traces the bytes of a cast.
+            if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or _profiler_enabled():
                 op(*values)
                 return
             bound = bound or self._bound(head, fixed)
