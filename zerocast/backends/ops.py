@@ -291,7 +291,7 @@ class Stage:
             values = [*template]
             for name, place in open_places:
                 values[place] = arguments[name]
-            # As in `is_observed`, without a call. Nothing differentiates or traces the bytes of a cast.
+            # As in `is_observed`, in line. Nothing differentiates or traces the bytes of a cast.
             if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or _profiler_enabled():
                 op(*values)
                 return
