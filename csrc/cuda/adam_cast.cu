@@ -64,13 +64,13 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
                            poison);
     note_poison(w, out, poison);
   }
-  const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(most);
+  const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kRows, kWarps>(most);
   const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
   // Found once more, so that the loop above has these registers.
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
-  store_amax<kGrid, kWarps>(lane, w, out, amaxes.block);
+  store_amax<kGrid, kRows>(lane, threadIdx.x / kWarpLanes, w, out, amaxes.block);
   write_codes<Nominal, E, kWarps>(lane, origin_of<Float32>(state.master, w), data_of(row_data, w), multiplier);
 }
 

@@ -22,6 +22,7 @@ constexpr int kWarpLanes = 32;
 // of them cover a block of 128 rows.
 struct PanelShape {
   int lane_columns, warps;
+  int cluster = 1;  // thread blocks side by side that divide their panels among them
   ZC_HD constexpr int width() const { return kWarpLanes * lane_columns; }
   ZC_HD constexpr int threads() const { return kWarpLanes * warps; }
 };
@@ -30,8 +31,9 @@ struct PanelShape {
 constexpr PanelShape kAmaxShape{4, 8}, kCastShape{8, 4};
 constexpr int kPanelRows = 16;
 // Adam and cast in one pass: a thread block takes 128 x 128 elements, a warp some whole rows of them.
-// Moments in 8 bits take more registers, so their thread blocks have fewer warps.
-constexpr PanelShape kOnePassShape{4, 16}, kOnePass8bitShape{4, 8};
+// Moments in 8 bits take more registers, so their thread blocks have fewer warps. They work in pairs, so
+// that what they read and write at one time lies together.
+constexpr PanelShape kOnePassShape{4, 16}, kOnePass8bitShape{4, 8, 2};
 ZC_HD constexpr int one_pass_rows(int warps) { return 128 / warps; }
 
 // adam_8bit: groups of a piece that a thread block takes.
@@ -50,7 +52,7 @@ struct PanelGrid {
   int64_t origin;  // first element of row 0, which may lie before a span without blocks
   int64_t pitch;   // elements from row to row
   int64_t rows, columns;
-  uint32_t across;  // thread blocks side by side
+  uint32_t across;  // thread blocks side by side, in whole clusters: the last may have no elements
 };
 
 ZC_HD int panel_rows(const Format& format) { return format.block.columns == 2 * kPanelRows ? 2 * kPanelRows : kPanelRows; }
@@ -61,7 +63,8 @@ ZC_HD PanelGrid panel_grid(const Format& format, const Weight& w, PanelShape sha
     const int64_t origin = w.start() / kCastShape.lane_columns * kCastShape.lane_columns;
     return {origin, width, INT64_MAX / width, width, 1};
   }
-  return {0, w.columns(), w.rows(), w.columns(), static_cast<uint32_t>((w.columns() - 1) / width + 1)};
+  const uint32_t cluster = shape.cluster, clusters = static_cast<uint32_t>((w.columns() - 1) / (width * cluster) + 1);
+  return {0, w.columns(), w.rows(), w.columns(), clusters * cluster};
 }
 
 // Ordinals of the thread blocks of a weight, counted from its first row, wherever the span begins.

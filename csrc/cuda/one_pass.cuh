@@ -1,8 +1,8 @@
 // The part after the update of a stage that updates masters and casts them in one pass.
 //
-// A thread block of some warps takes 128 x 128 elements, a lane four columns of some rows of them.
-// The updated elements of a lane stay in shared memory, rounded to the nominal dtype, until the
-// thread block knows the amaxes of its blocks.
+// Some warps, of one thread block or of a cluster, take a tile of 128 x 128 elements, and a lane four
+// columns of some rows of it. The updated elements of a lane stay in shared memory, rounded to the nominal
+// dtype, until the amaxes of its blocks are known.
 #pragma once
 
 #include "cuda/amax.cuh"
@@ -91,13 +91,15 @@ struct LaneAmaxes {
   float block, group;
 };
 
-// The whole thread block calls it, with the largest absolute value of each lane.
-template <Grid kGrid, int kWarps>
+// The whole thread block calls it, with the largest absolute value of each lane. Its warps are side by side
+// over kTiles tiles, then below each other, kTall to a tile, with kRows rows each. `group` is of its rows.
+template <Grid kGrid, int kRows, int kTall, int kTiles = 1>
 __device__ LaneAmaxes amaxes_of_lanes(float most) {
-  constexpr int kAcross = 128 / side_of(kGrid), kTall = kWarps / kAcross;  // blocks side by side, warps to a block
-  constexpr int kLanes = kWarpLanes / kAcross, kParts = kWarps * kAcross;
-  __shared__ float parts[kParts];  // a value for each warp and block
-  const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
+  constexpr int kAcross = 128 / side_of(kGrid), kLanes = kWarpLanes / kAcross;  // blocks side by side, lanes to a block
+  constexpr int kOfBlock = side_of(kGrid) / kRows, kParts = kTall * kAcross;    // warps to a block
+  __shared__ float of_tiles[kTiles][kParts];                                    // a value for each warp and block
+  const int warp = threadIdx.x / kWarpLanes / kTiles, lane = threadIdx.x % kWarpLanes;
+  float (&parts)[kParts] = of_tiles[threadIdx.x / kWarpLanes % kTiles];
   const float part = kLanes == kWarpLanes ? largest_of_warp(most) : greatest<kLanes>(most);
   if (lane % kLanes == 0) parts[warp * kAcross + lane / kLanes] = part;
   __syncthreads();
@@ -108,15 +110,17 @@ __device__ LaneAmaxes amaxes_of_lanes(float most) {
   if constexpr (kGrid == Grid::kSquare128) return {group, group};
   float block = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kTall; ++i) block = fmaxf(block, parts[(warp / kTall * kTall + i) * kAcross + lane / kLanes]);
+  for (int i = 0; i < kOfBlock; ++i) {
+    block = fmaxf(block, parts[(warp / kOfBlock * kOfBlock + i) * kAcross + lane / kLanes]);
+  }
   return {block, group};
 }
 
-// The packed amax of a lane's block; one lane of each block stores it.
-template <Grid kGrid, int kWarps>
-__device__ void store_amax(const OnePassLane& lane, const Weight& w, const AmaxSink& out, float amax) {
-  constexpr int kSide = side_of(kGrid), kTall = kWarps * kSide / 128, kLanes = kWarpLanes * kSide / 128;
-  if (threadIdx.x / kWarpLanes % kTall != 0 || threadIdx.x % kLanes != 0) return;
+// The packed amax of a lane's block; one lane of each block stores it. `warp` counts from the top of a tile.
+template <Grid kGrid, int kRows>
+__device__ void store_amax(const OnePassLane& lane, int warp, const Weight& w, const AmaxSink& out, float amax) {
+  constexpr int kSide = side_of(kGrid), kOfBlock = kSide / kRows, kLanes = kWarpLanes * kSide / 128;
+  if (warp % kOfBlock != 0 || threadIdx.x % kLanes != 0) return;
   const int64_t across = (lane.columns + kSide - 1) / kSide;
   out.store(w[column::ROW_AMAX] + lane.row / kSide * across + lane.column / kSide, amax);
 }

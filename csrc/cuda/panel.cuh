@@ -47,19 +47,25 @@ struct Lane {
 };
 
 template <int kColumns>
-__device__ Lane<kColumns> find_lane(const PanelGrid& grid, const Weight& w, uint32_t ordinal, int panel_rows, int warps) {
-  const uint32_t group = ordinal / grid.across, across = ordinal - group * grid.across;
-  const int64_t band = static_cast<int64_t>(group) * warps + threadIdx.x / kWarpLanes;
+__device__ Lane<kColumns> lane_at(const PanelGrid& grid, const Weight& w, int64_t row, int64_t column) {
   Lane<kColumns> lane;
-  lane.row = band * panel_rows;
-  lane.column = static_cast<int64_t>(across) * (kWarpLanes * kColumns) + threadIdx.x % kWarpLanes * kColumns;
+  lane.row = row;
+  lane.column = column;
   lane.pitch = grid.pitch;
   lane.rows = grid.rows;
   lane.columns = grid.columns;
-  lane.element = grid.origin + lane.row * grid.pitch + lane.column;
+  lane.element = grid.origin + row * grid.pitch + column;
   lane.start = w.start();
   lane.stop = w.stop();
   return lane;
+}
+
+template <int kColumns>
+__device__ Lane<kColumns> find_lane(const PanelGrid& grid, const Weight& w, uint32_t ordinal, int panel_rows, int warps) {
+  const uint32_t group = ordinal / grid.across, across = ordinal - group * grid.across;
+  const int64_t band = static_cast<int64_t>(group) * warps + threadIdx.x / kWarpLanes;
+  const int64_t column = static_cast<int64_t>(across) * (kWarpLanes * kColumns) + threadIdx.x % kWarpLanes * kColumns;
+  return lane_at<kColumns>(grid, w, band * panel_rows, column);
 }
 
 // Elements of one row of a lane, widened; 0 where none is owned.
