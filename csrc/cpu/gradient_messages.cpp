@@ -1,4 +1,5 @@
-// Stages quantize_gradient and add_gradients: a gradient on its way between ranks, in groups.
+// Stages quantize_gradient and add_gradients: a gradient on its way between ranks, in groups of FP8 codes or
+// as it is.
 #include <algorithm>
 #include <array>
 #include <cstring>

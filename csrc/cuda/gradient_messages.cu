@@ -1,4 +1,5 @@
-// Stages quantize_gradient and add_gradients: a gradient that is sent between ranks, in groups.
+// Stages quantize_gradient and add_gradients: a gradient that is sent between ranks, in groups of FP8 codes
+// or as it is.
 //
 // Parts of complete groups are read by the tiles of groups.cuh, one group per row. Parts of other
 // lengths, which only unusual shapes under FSDP2 have, are read element by element.

@@ -228,8 +228,10 @@ def copies(gradients: list[Tensor], ranks: int, out: Tensor) -> None:
     out.copy_(torch.stack(of_ranks).view(out.shape))
 
 
-def test_sums_that_are_left_to_fsdp2() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_sums_that_are_left_to_fsdp2(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 adds up gradients and totals of other dtypes, classes or layouts, and with a graph."""
+    monkeypatch.setattr(backends, "choose", lambda device: backend)
     gradient, total = torch.ones(4, 6, dtype=BF16), torch.ones(4, 6)
     assert reduction.accumulate(gradient.float(), total) is None
     assert reduction.accumulate(torch.ones(6, 4, dtype=BF16).t(), total) is None
@@ -240,6 +242,9 @@ def test_sums_that_are_left_to_fsdp2() -> None:
     assert (total == 1).all()
     assert reduction.accumulate(gradient, total) is total
     assert (total == 2).all()
+    first = reduction.accumulate(gradient, None)
+    assert first is not None
+    assert torch.equal(first, torch.ones(4, 6))
 
 
 def test_what_the_op_has_to_do() -> None:

@@ -225,13 +225,9 @@ def _reduce_segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 def _power_sums(shard: Tensor, power: float) -> Tensor:
     """Return the sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
-    sums = [shard.new_empty(0, dtype=torch.float64)]
-    for part in _parts(shard):
-        values = torch.empty_like(part, dtype=torch.float64)
-        # Between two dtypes torch's kernel for lists uses vector loads, and `double` does not.
-        torch._foreach_copy_([values], [part])
-        sums.append(_powers(values.view(-1, SHARD_ALIGNMENT_ELEMENTS), power).sum(1))
-    return torch.cat(sums)
+    return torch.cat(
+        [_powers(part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double(), power).sum(1) for part in _parts(shard)]
+    )
 
 
 def _powers(values: Tensor, power: float) -> Tensor:
