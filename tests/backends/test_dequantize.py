@@ -14,6 +14,7 @@ from tests.casts import lcg_matrix
 from tests.formats import model, own_goldens
 from tests.formats.test_model import format_text
 from zerocast import get_format
+from zerocast.backends import ops
 from zerocast.formats import Columnwise, layout
 from zerocast.formats.layout import matrix_shape
 
@@ -103,3 +104,15 @@ def test_values_are_those_of_the_model(
     buffers |= {key: value.view(dtype) for key, value in buffers.items() if value.dtype is torch.uint16}
     value = run(backend_anywhere, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
     np.testing.assert_array_equal(value.numpy(), cast.dequantized(expected, columnwise))
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_the_op_checks_other_tensors_in_the_same_memory(name: str) -> None:
+    """A view of buffers that were decoded before, in another order, dtype or size, is not taken for them."""
+    codes, scale = (torch.arange(64 * 64) % 101).to(torch.uint8).view(64, 64), torch.ones(1)
+    rest = scale, None, 64, 64, False, torch.float32
+    expected = ops.dequantize(name, "fp8_current", codes, *rest)
+    for other in (codes.t(), codes.view(torch.int8), codes[:32], codes.view(torch.float32)):
+        with pytest.raises((TypeError, ValueError)):
+            ops.dequantize(name, "fp8_current", other, *rest)
+    assert torch.equal(ops.dequantize(name, "fp8_current", codes, *rest), expected)

@@ -520,7 +520,11 @@ def dequantized(
 ) -> Tensor:
     """Decode one direction of one weight into a new tensor `[rows, columns]` of `dtype`; the kernel
     of the op `dequantize`.
+
+    Unlike those of a weight, its buffers may be any tensors, so they are checked in every call.
     """
+    checks.check_direction(backend, format, data, scale_inv, rows, columns, columnwise)
+    checks.check_amax(format, amax, data.device)
     return dequantization(backend, format, rows, columns, columnwise, dtype)(data, scale_inv, amax)
 
 
