@@ -124,6 +124,12 @@ def check_direction(
             )
 
 
+def check_value_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless weights can be decoded to this dtype."""
+    if dtype not in FLOATS:
+        raise TypeError(f"values are {', '.join(map(str, FLOATS))}, got {dtype}")
+
+
 def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
     """Raise TypeError or ValueError if the format decodes with a tensor amax and `amax` is
     not one.

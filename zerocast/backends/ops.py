@@ -466,8 +466,7 @@ class Dequantization:
     def __init__(
         self, backend: str, format: str, rows: int, columns: int, columnwise: bool, dtype: torch.dtype
     ) -> None:
-        if dtype not in checks.FLOATS:
-            raise TypeError(f"values are {', '.join(map(str, checks.FLOATS))}, got {dtype}")
+        checks.check_value_dtype(dtype)
         self._backend, self._format = backend, get_format(format)
         self._shape, self._columnwise, self._dtype = (rows, columns), columnwise, dtype
         # What `memory` returns behind the address of a result.
@@ -503,10 +502,6 @@ class Dequantization:
         return out
 
 
-# The one that weights of a shape share where none keeps its own, as in an op.
-dequantization = functools.lru_cache(maxsize=1024)(Dequantization)
-
-
 def dequantized(
     backend: str,
     format: str,
@@ -523,9 +518,12 @@ def dequantized(
 
     Unlike those of a weight, its buffers may be any tensors, so they are checked in every call.
     """
+    checks.check_value_dtype(dtype)
     checks.check_direction(backend, format, data, scale_inv, rows, columns, columnwise)
     checks.check_amax(format, amax, data.device)
-    return dequantization(backend, format, rows, columns, columnwise, dtype)(data, scale_inv, amax)
+    out = torch.empty((rows, columns), dtype=dtype, device=data.device)
+    _implementation("dequantize", backend, format)(data, scale_inv, amax, rows, columns, columnwise, out)
+    return out
 
 
 def upcast_codes(

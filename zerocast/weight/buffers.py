@@ -188,7 +188,10 @@ class StoredWeight(WeightReader):
 
     def _dequantization(self, matrix: Block, columnwise: bool, dtype: torch.dtype) -> Dequantize:
         (data, _), _ = self._buffers
-        return ops.dequantization(backends.choose(data.device), str(self.format), *matrix, columnwise, dtype)
+        backend, fmt = backends.choose(data.device), str(self.format)
+        return lambda data, scale_inv, amax: ops.dequantized(
+            backend, fmt, data, scale_inv, amax, *matrix, columnwise, dtype
+        )
 
 
 class WeightBuffers(Tensor):
