@@ -1,6 +1,7 @@
 """CastPlan on one process: what it notices, what it leaves alone, and where it writes when things have moved."""
 
 import copy
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -96,6 +97,61 @@ def test_each_of_several_masters_in_one_storage_is_followed(backend: str, on_hos
     for weight, master in zip(weights, masters, strict=True):
         whole = casts.cast_whole("nvfp4", master.detach().view(16, 32))
         casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(whole))
+
+
+def become_one(weights: list[QuantizedWeight], masters: list[Tensor]) -> None:
+    weights[0].data = weights[1].data
+
+
+def overlap(weights: list[QuantizedWeight], masters: list[Tensor]) -> None:
+    """Move the codes into one buffer, of which the second weight begins too early."""
+    flat = torch.empty(2 * weights[0].rowwise_data.numel(), dtype=torch.uint8)
+    for start, weight in zip((0, weights[0].rowwise_data.numel() - 1), weights, strict=True):
+        weight.rebind(rowwise_data=flat[start:][: weight.rowwise_data.numel()].view(weight.rowwise_data.shape))
+
+
+def cover_a_master(weights: list[QuantizedWeight], masters: list[Tensor]) -> None:
+    codes = weights[0].rowwise_data
+    weights[0].rebind(rowwise_data=masters[1].view(torch.uint8)[: codes.numel()].view(codes.shape))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (become_one, "model weights 0 and 1 are the same weight"),
+        (overlap, "model weight 0 and model weight 1 share memory"),
+        (cover_a_master, "model weight 0 and a master share memory|a master and model weight 0 share memory"),
+    ],
+)
+@pytest.mark.parametrize("is_built", [False, True])
+def test_weights_that_share_memory(
+    spoil: Callable[[list[QuantizedWeight], list[Tensor]], None], message: str, is_built: bool
+) -> None:
+    """Each cast would write one weight over the other."""
+    weights = [QuantizedWeight.empty(SHAPE, "nvfp4") for _ in range(2)]
+    masters = [master_of(seed) for seed in range(2)]
+
+    def build() -> CastPlan:
+        plan = CastPlan(weights, masters, [0, 0], ONE_PROCESS)
+        plan.cast()
+        plan.post_all_gather()
+        return plan
+
+    cast = build().cast if is_built else build
+    spoil(weights, masters)
+    with pytest.raises(ValueError, match=message):
+        cast()
+
+
+def test_a_plan_may_write_shards_of_weights_that_have_no_memory_of_their_own() -> None:
+    """The codes of such weights are not written, so all weights may have the same."""
+    weights = [QuantizedWeight.empty(SHAPE, "nvfp4") for _ in range(2)]
+    shards = [torch.empty_like(weight.rowwise_data).view(-1) for weight in weights]
+    weights[1].rebind(rowwise_data=weights[0].rowwise_data)
+    masters = [master_of(seed) for seed in range(2)]
+    CastPlan(weights, masters, [0, 0], ONE_PROCESS, fsdp_shard_model_weights=shards).cast()
+    for shard, master in zip(shards, masters, strict=True):
+        assert torch.equal(shard, casts.cast_whole("nvfp4", master.view(SHAPE)).rowwise_data.view(-1))
 
 
 def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:

@@ -19,6 +19,7 @@ from tests.observed import debug_mode
 from tests.weight.test_owners import backward, network
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, get_format
+from zerocast.cast.switch import convert
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.optim import EMA
 
@@ -332,5 +333,5 @@ def test_the_format_of_a_weight_without_graphs_changes() -> None:
     """Inference tensors have no counter of writes to raise."""
     with torch.inference_mode():
         weight: Any = QuantizedWeight.empty((32, 32), "nvfp4")
-        weight.convert(get_format("fp8_block"))
+        convert(weight, get_format("fp8_block"))
     assert weight.format == get_format("fp8_block")

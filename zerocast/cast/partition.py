@@ -147,10 +147,11 @@ class Partition:
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
         _check_cpu_masters(moved)
+        _check_apart(moved)
         self.shards[:] = moved
 
     def check_again(self) -> None:
-        """Check masters and shard storage as `move` does, since `.data =` gives them any memory."""
+        """Check weights, masters and shard storage, since `.data =` gives them any memory."""
         self.move([shard.master for shard in self.shards], None)
 
 
@@ -250,18 +251,40 @@ def _check(
             "the weights are on the meta device: allocate their storage (to_empty) before the plan is built"
         )
     _check_cpu_masters(shards)
+    _check_apart(shards)
     return shards
 
 
 def _check_weights(model_weights: Sequence[Any]) -> None:
-    """Raise TypeError for anything but a QuantizedWeight, ValueError for the same weight twice."""
-    seen: dict[int, int] = {}
+    """Raise TypeError for anything but a QuantizedWeight."""
     for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:
             raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
-        first = seen.setdefault(id(weight.state), index)
+
+
+def _check_apart(shards: Sequence[MasterShard]) -> None:
+    """Raise ValueError if a cast of one weight would write bytes of another one, or of a master.
+
+    Masters may share memory, since a cast only reads them.
+    """
+    seen: dict[int, int] = {}
+    ranges = []
+    for index, shard in enumerate(shards):
+        first = seen.setdefault(id(shard.weight.state), index)
         if first != index:
             raise ValueError(f"model weights {first} and {index} are the same weight")
+        buffers: dict[str, Tensor | None] = dict(shard.weight.state.buffers)
+        buffers.update(zip(("rowwise_data", "columnwise_data"), shard.stored, strict=False))
+        ranges += [(tensor, f"model weight {index}") for tensor in buffers.values() if tensor is not None]
+        ranges += [] if shard.master is None else [(shard.master, "a master")]
+    furthest, by = 0, ""
+    places = [(tensor.data_ptr(), tensor.numel() * tensor.itemsize, what) for tensor, what in ranges]
+    for start, size, what in sorted(place for place in places if place[1]):
+        if start < furthest and what != by:
+            raise ValueError(
+                f"{by} and {what} share memory, so a cast would write one over the other: give each weight bytes of its own"
+            )
+        furthest, by = max((furthest, by), (start + size, what))
 
 
 def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:

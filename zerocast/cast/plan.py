@@ -22,7 +22,7 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
-from zerocast.cast.switch import SwitchedBytes, SwitchPart, share_cast_bytes
+from zerocast.cast.switch import SwitchedBytes, SwitchPart, convert, share_cast_bytes
 from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables, place_of_matrix
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -528,7 +528,7 @@ class CastPlan(Plan):
 
     def _convert(self, formats: Mapping[int, FormatSpec]) -> None:
         for index, fmt in formats.items():
-            self.weights[index].convert(fmt)
+            convert(self.weights[index], fmt)
 
     def _recast_switched(self, indices: Sequence[int]) -> None:
         self._switched = None

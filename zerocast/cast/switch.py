@@ -184,6 +184,20 @@ def _restored(objects: Sequence[Any]) -> Iterator[None]:
         raise
 
 
+def convert(weight: QuantizedWeight, fmt: FormatSpec) -> None:
+    """Change the format of a weight's storage, for every tensor object over it. The bytes are zeros
+    until the cast that its owner makes next.
+
+    A backward pass whose forward pass read the weight before raises, as after any other write in
+    place.
+    """
+    weight.wait()
+    weight.state.convert(fmt)
+    # New storage below the wrapper does not raise its version counter. Inference tensors have none.
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)
+
+
 def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
     """Give all ranks the codes that each of them has cast into zeros. Collective."""
     for weight in weights:

@@ -7,6 +7,7 @@ import torch
 
 from zerocast import backends
 from zerocast.cast.host import CastDriver, Host, identity_weight
+from zerocast.cast.switch import convert
 from zerocast.distributed.bucket import Slot, Storage, storage_of
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
@@ -154,7 +155,7 @@ def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterat
         yield buffer
         return
     for slot in changed:
-        _live_weight(slot).convert(formats[slot.name])
+        convert(_live_weight(slot), formats[slot.name])
     by_storage: dict[Storage, list[Slot]] = {}
     for slot in bucket.slots:
         storage = storage_of(slot.parameter, bucket.storage.reduced_as, bucket.storage.single_owner)

@@ -284,20 +284,6 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         self.wait()
         self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
-    def convert(self, fmt: FormatSpec) -> None:
-        """Change the format of this storage, for every tensor object over it. The next cast fills
-        it.
-
-        A backward pass whose forward pass read the weight before raises, as after any other write
-        in place.
-        """
-        self.wait()
-        self.state.convert(fmt)
-        # New storage below the wrapper does not raise its version counter. Inference tensors have
-        # none.
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
-
     def restate(self, state: WeightState) -> None:
         """Replace the storage by another one of the same shape, format and device, as `weight.data
         = other` does.
