@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
+from tests import casts
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
 from tests.serve.models import quantized
@@ -157,12 +158,34 @@ def step_of_an_adapter(source: nn.Module, optimizer: torch.optim.Optimizer) -> N
     torch.optim.SGD([source.adapter], lr=0.1).step()
 
 
+def other_values(source: nn.Module) -> zerocast.QuantizedWeight:
+    weight: Any = next(p for p in source.parameters() if isinstance(p, zerocast.QuantizedWeight))
+    return casts.cast_whole(str(weight.format), torch.randn(weight.shape), weight.dtype)
+
+
+def a_copy_into_a_weight(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `model.load_state_dict` makes them."""
+    with torch.no_grad():
+        next(p for p in source.parameters() if isinstance(p, zerocast.QuantizedWeight)).copy_(other_values(source))
+
+
+def other_data_of_a_weight(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(p for p in source.parameters() if isinstance(p, zerocast.QuantizedWeight)).data = other_values(source)
+
+
+def other_data_of_an_adapter(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    source.adapter.data = torch.ones(8)
+
+
 @pytest.mark.notices(
     "an optimizer steps, also one of plain parameters alone, while an export or a refit reads the weights",
     where=("ZeroAdamW", "FSDP2"),
     answer="the export or refit raises: what it has read is of two steps",
 )
-@pytest.mark.parametrize("change", [step_of_all, step_of_an_adapter])
+@pytest.mark.parametrize(
+    "change",
+    [step_of_all, step_of_an_adapter, a_copy_into_a_weight, other_data_of_a_weight, other_data_of_an_adapter],
+)
 @pytest.mark.parametrize("read", ["buckets", "export"])
 def test_a_step_while_weights_are_read(tmp_path: Path, read: str, change: Any) -> None:
     source, optimizer = trained()
@@ -185,6 +208,17 @@ def test_a_step_while_weights_are_read(tmp_path: Path, read: str, change: Any) -
     assert not [*tmp_path.iterdir()]
     collected(source, "bf16", bucket_bytes=1)
     export_safetensors(source, tmp_path / "a", "bf16")
+
+
+def test_parameters_that_are_replaced_while_weights_are_read() -> None:
+    """Those that were there at the beginning are read to the end."""
+    source, _ = trained()
+    before, found = collected(source, "bf16"), {}
+    for bucket in named_tensors(source, "bf16", bucket_bytes=1):
+        found.update({name: tensor.clone() for name, tensor in bucket})
+        others = model("nvfp4").state_dict()
+        source.load_state_dict(others, assign=True)
+    assert_same(found, before)
 
 
 @on_ranks(2)

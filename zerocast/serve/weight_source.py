@@ -104,7 +104,8 @@ class WholeWeights:
         for owner in self.owners():
             for views in owner.master_views():
                 views.check()
-        yield from ([item] for item in self.tensors())
+        # All at once: tensors that replace others meanwhile are of a later time.
+        yield from ([item] for item in list(self.tensors()))
 
     def watch(self) -> Callable[[], None]:
         """Return a check that raises RuntimeError once a weight has changed since this call."""
@@ -280,12 +281,17 @@ def _local(tensor: Tensor) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return the version counters of plain parameters, which no cast counts, and of their local
-    tensors.
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int, int]]:
+    """Return the version counters of parameters, those of their local tensors, and addresses, for
+    the changes that no cast counts: writes to plain ones, and other values by `copy_` or `.data =`.
     """
-    plain = [t for t in tensors if isinstance(t, nn.Parameter) and not isinstance(t, QuantizedWeight)]
-    return [(t._version, _local(t)._version) for t in plain if not t.is_inference()]
+    parameters = [t for t in tensors if isinstance(t, nn.Parameter | QuantizedWeight)]
+    return [(t._version, _local(t)._version, _address(t)) for t in parameters if not t.is_inference()]
+
+
+def _address(tensor: Tensor) -> int:
+    stored = tensor.state.rowwise_data if isinstance(tensor, QuantizedWeight) else _local(tensor)
+    return int(stored.data_ptr())
 
 
 def _check_of(look: Callable[[], object]) -> Callable[[], None]:
