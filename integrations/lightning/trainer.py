@@ -181,7 +181,14 @@ class ZeroStrategy(DDPStrategy):
             raise ValueError(f"the checkpoint lacks {missing} of the module, and has {unexpected} beyond it")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has loaded masters and moments."""
+        """Do nothing: `load_checkpoint` has loaded masters and moments. Raises ValueError for a
+        checkpoint that has none.
+        """
+        if not self._masters_loaded:
+            raise ValueError(
+                f"no masters and moments were loaded, so a run does not resume from this checkpoint: {zero_run.NO_STATE}. To "
+                "begin another run from its weights, call load_state_dict on the module before zerocast.quantize_"
+            )
 
     def teardown(self) -> None:
         """Tear down like DDPStrategy, but leave model and optimizer on their device: quantized

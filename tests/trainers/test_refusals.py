@@ -125,3 +125,16 @@ def test_lightning_validates_before_fit_and_saves_no_file_over_a_folder(tmp_path
         said = error_of(lambda: trainer.save_checkpoint(path, weights_only=True))
         assert "is the folder of an earlier checkpoint with optimizer states" in said
         assert sorted(path.iterdir()) == files
+
+
+def test_lightning_does_not_resume_without_moments(tmp_path: Path) -> None:
+    """A file of DDPStrategy has the moments of another optimizer, and would begin with none."""
+    with host_on_cpu():
+        trainer, module = lightning_run(Seen(), lambda module: zerocast.ZeroAdamW(module.named_parameters()))
+        trainer.fit(module, batches())
+        trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+        plain = torch.load(tmp_path / "weights", weights_only=True) | {"optimizer_states": [{}], "lr_schedulers": []}
+        torch.save(plain, tmp_path / "plain")
+        trainer, module = lightning_run(Seen(), lambda module: zerocast.ZeroAdamW(module.named_parameters()))
+        said = error_of(lambda: trainer.fit(module, batches(), ckpt_path=str(tmp_path / "plain")))
+        assert "no masters and moments were loaded" in said
