@@ -23,15 +23,15 @@ from zerocast.cast.host import CastDriver, Gather, raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.integrations import Patch
-from zerocast.weight.validity import Use, Validity
+from zerocast.weight.validity import Use, Validity, not_gathered
 
 from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of
 from .shards import OwnedShare
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
+GATHER = "with overlap_param_gather, before the next forward pass, call ddp.start_param_sync(force_sync=True)"
 ADVICE = (
-    "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
-    "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
+    f"the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and {GATHER}"
 )
 
 
@@ -96,6 +96,7 @@ class Gathers(Gather):
 
     def __init__(self, owned: OwnedShare, guard: Guard) -> None:
         self._bucket_groups, self._guard = owned.bucket_groups, guard
+        self._is_shared = owned.group.size > 1
         self.te_tensors = TETensors((own.name, own.param, own.weight) for own in owned.weights)
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
@@ -147,8 +148,15 @@ class Gathers(Gather):
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Any) -> None:
-        """Wait for the gather of a weight, if one is in flight, and for its columnwise copies."""
-        self._finish(self._group_of[id(weight.state)])
+        """Wait for the gather of a weight, if one is in flight, and for its columnwise copies.
+
+        Raises RuntimeError for bytes of a cast that was not gathered. With overlap_param_gather the
+        next forward pass gathers them. Casts, gathers and loads may access them before.
+        """
+        group = self._group_of[id(weight.state)]
+        self._finish(group)
+        if id(group) in self._due and self._is_shared and not self._guard.validity.is_writing:
+            raise not_gathered(weight, GATHER)
 
     def patches(self, plan: CastPlan) -> Iterator[Patch]:
         """Yield patches of the methods that start or finish a gather of bytes that `plan` casts.

@@ -12,10 +12,11 @@ import torch
 import zerocast
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
-from tests.megatron.training import MIXED, Attached, Case
-from tests.workers import on_ranks
+from tests.megatron.training import METADATA, MIXED, Attached, Case
+from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.integrations.megatron import dequantize_
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.shards import shares
 
@@ -112,6 +113,30 @@ def test_a_gather_in_flight_is_none_of_the_next_cast() -> None:
 
 
 pytestmark = needs_megatron
+
+
+@pytest.mark.notices(
+    "weights are read or saved between a step and its gather (overlap_param_gather)",
+    where="Megatron",
+    answer="raises, and names the call that gathers; tensors of TransformerEngine are read",
+)
+@on_ranks(2)
+@host()
+def test_weights_are_not_read_before_their_gather() -> None:
+    """With overlap the next forward pass gathers, and a rank has its own part of the new bytes until then."""
+    run = Attached(Case(MIXED, overlap=True)).run
+    run.step(0)
+    run.step(1)
+    weight, entries = run.weights["layers.0.weight"], run.ddp.module.sharded_state_dict(metadata=METADATA)
+    with torch.no_grad():
+        for use in (weight.dequantize, lambda: torch.ones(1, 64).bfloat16() @ weight.t(), lambda: dequantize_(entries)):
+            assert "part of the last cast only: with overlap_param_gather" in error_of(use)
+    # What overwrites a weight may come before its gather.
+    values = {name: torch.randn(p.shape).bfloat16() for name, p in run.weights.items()}
+    run.ddp.module.load_state_dict(values, strict=False)
+    run.step(2)
+    run.force_sync()
+    assert run.stale_bytes() == {}
 
 
 @on_ranks(2)

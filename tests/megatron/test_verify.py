@@ -51,9 +51,7 @@ def test_debug_mode() -> None:
         weight = next(iter(run.weights.values()))
         (own,) = run.optimizer.chained_optimizers
         run.step(0)
-        with pytest.raises(RuntimeError, match=f"holds this rank's part of the last cast only{advice}"):
-            weight.dequantize()
-        run.step(1)  # the forward pass gathers: nothing to complain of
+        run.step(1)
         run.force_sync()
         weight.dequantize()
         original = own._copy_main_params_to_model_params

@@ -141,8 +141,8 @@ class Validity:
         sharded: True if other ranks hold masters too.
         owner: gives the object that shows the masters to `zerocast.verify`, while it lives.
         before_read: called with a weight before its bytes are read: completes a gather in flight,
-            or, under FSDP2, raises if the master of a weight that is left gathered was written.
-            None while there is nothing to do.
+            or raises: under FSDP2 if the master of a weight that is left gathered was written,
+            under Megatron if the last cast was not gathered. None while there is nothing to do.
         rebuild: makes the columnwise copy of a weight when it is first read; None where a stale
             copy is an error.
     """
@@ -249,7 +249,7 @@ class Validity:
                 raise InvalidWeights(f"{described(weight)} is stale", since, self.advice)
             self._compared = moment
         if self.sharded and self.casts and not self.rebuild and not weight.state.is_gathered():
-            raise InvalidWeights(f"{described(weight)} holds this rank's part of the last cast only", "", self.advice)
+            raise not_gathered(weight, self.advice)
 
     def _masters_changed(self) -> str:
         """Return the change of the masters since their last cast that was seen, or an empty
@@ -427,6 +427,11 @@ def transaction_together(all_written: Iterable[Validity], what: str) -> Iterator
         for validity in all_written:
             stack.enter_context(validity.transaction(what))
         yield
+
+
+def not_gathered(weight: Any, remedy: str) -> InvalidWeights:
+    """Return the error of a weight whose bytes of the last cast were not gathered."""
+    return InvalidWeights(f"{described(weight)} holds this rank's part of the last cast only", "", remedy)
 
 
 def described(weight: Any) -> str:
