@@ -9,6 +9,7 @@ too is a "notice".
 import contextlib
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests import casts
 from tests.hosts.stopping import Place
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, HostUnderTest, find, param
 from tests.selection import worlds
+from tests.test_notices import marked
 from tests.workers import Ranks
 from zerocast import QuantizedWeight
 from zerocast.serve import named_tensors
@@ -432,6 +434,39 @@ def test_the_table_has_every_host_event_and_kind() -> None:
     assert cases == EXPECTED.keys()
 
 
+# The lines of docs/notices.md, by their mistakes, that hold what nothing or only debug mode notices after each event.
+BY_HAND, OTHER_VALUES = "a master is written by hand and nothing casts it", "gets other values by `.data =`"
+WRITTEN_BETWEEN = "a plain parameter is written between a forward pass and its backward pass"
+FROZEN_LATER = "in mid-run: moments and weight decay still change it"
+LINES = {
+    "a master is written": (BY_HAND, WRITTEN_BETWEEN),
+    "a master is written and cast": ("a master is written and cast by `plan.cast()`",),
+    "the bytes of a weight are written": ("the bytes of a quantized weight", "the bytes of a gathered weight"),
+    "a parameter is written": (WRITTEN_BETWEEN, "a parameter is written by hand"),
+    "a frozen parameter is written": (WRITTEN_BETWEEN,),
+    "a step of gradients that are not finite": ("masters become NaN or Inf in a step",),
+    "other storage": ("a plain parameter gets other storage",),
+    "other storage with other values": (OTHER_VALUES, "get other values by `.data =`", "`.data =` of a parameter"),
+    "it is unfrozen": ("is unfrozen",),
+    "it is frozen": (FROZEN_LATER,),
+}
+
+
+def test_every_silent_cell_has_a_line_in_the_notices() -> None:
+    """A cell that is silent, or noticed in debug mode alone, is in a line for its host."""
+    places = {"Megatron-Core": "Megatron", "quantize_master_weights": "CastPlan"}
+    mistakes = defaultdict(list)
+    for where, mistake, _ in marked():
+        mistakes[where].append(mistake)
+    lacking = [
+        (host, event)
+        for (host, event, _), uses in EXPECTED.items()
+        if {NOTICE, DEBUG} & {*uses.values()}
+        and not any(line in mistake for mistake in mistakes[places.get(host, host)] for line in LINES[event])
+    ]
+    assert lacking == []
+
+
 def in_words(answer: str) -> str:
     """Return one of the words of the table, or an error without a remedy as it is."""
     return max((word for word in LETTERS.values() if answer.startswith(word)), key=len, default=answer)
@@ -531,6 +566,11 @@ def in_words(answer: str) -> str:
     "masters become NaN or Inf in a step, and the weights are read before the next step or save",
     where=("FSDP2", "Megatron", "Apex"),
     answer="FSDP2 raises at the next forward pass or refit; others' weights are read until the next step or save raises",
+)
+@pytest.mark.notices(
+    "masters become NaN or Inf in a step, and the weights are read before the next cast",
+    where="CastPlan",
+    answer="they are read until the next step's cast or `zerocast.verify` raises",
 )
 @pytest.mark.parametrize("world", worlds(1, slow=[2]))
 @pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])
