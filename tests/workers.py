@@ -44,7 +44,7 @@ START_SECONDS = 120.0
 GRACE_SECONDS = 1.0  # for the other ranks, once one has failed
 # The limit for a process. gloo has three threads for each group that cases left, and all of them wake up all the time: 400 take
 # 14 % of a core in each rank of each pool. New processes take 0.2 s.
-MOST_THREADS = 100
+MAX_THREADS = 100
 COLLECTIVE_SECONDS = 30
 
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
@@ -185,7 +185,7 @@ class Pool:
         except BaseException:  # a test that was interrupted here leaves no answers for the next one
             self._kill()
             raise
-        if threads(self._workers[0].process.pid) > MOST_THREADS:
+        if threads(self._workers[0].process.pid) > MAX_THREADS:
             self.close()
         else:
             self._signal(signal.SIGSTOP)

@@ -15,8 +15,8 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, remember_model
 
-# A cast holds FP32 copies of values that are given in other dtypes. So a plan casts weights of
-# about this many elements, and further weights are cast by further plans.
+# A cast makes FP32 copies of values in other dtypes. To bound their memory, one plan casts weights
+# of about this many elements, and the next plan the next ones.
 BATCH_NUMEL = 2**27
 
 # Modules whose weight is not the second operand of a product, with a description of the weight.

@@ -72,7 +72,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         # Let the host's step call them. The methods that raise without an attachment are removed
         # first: the replacements call the host's own methods.
         attachment = Attachment([optimizer, *distributed], shares, guard, verify_every)
-        unattached.lift(patches, [optimizer, *distributed])
+        unattached.restore_until_undone(patches, [optimizer, *distributed])
         patches.apply(methods.replacements(optimizer, distributed, chunks, shares, guard, attachment._after_step))
         for hook in methods.module_hooks(chunks, shares, guard):
             patches.callback(hook.remove)

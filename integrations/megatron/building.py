@@ -254,7 +254,7 @@ class ConstructionChecks:
         """Let optimizers without quantized weights step without `attach`."""
         for optimizer in self._optimizers:
             if not unattached.owns_quantized_weights(optimizer):
-                unattached.accept(optimizer)
+                unattached.restore(optimizer)
 
     def _check_wrapper(self, ddp_config: Any, module: Any, **_: Any) -> None:
         validate.check_grouped(module)

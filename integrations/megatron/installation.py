@@ -141,9 +141,10 @@ class Installation:
         self._attachments.clear()
 
     def _set_up(self, original: Callable[[], Any]) -> Any:
-        """Megatron's setup of model, optimizer and schedule, inside `quantized_params()`.
+        """Call Megatron's own setup of model, optimizer and schedule inside `quantized_params()`,
+        with the patches that quantize and attach. Returns its result. Collective over all ranks.
 
-        Collective over all ranks.
+        Raises RuntimeError if the setup has called none of the patched functions.
         """
         options = training().get_args()
         recipe, verify_every = self._chosen(options)
@@ -203,9 +204,7 @@ class Installation:
         called: set[str],
     ) -> Iterator[Patch]:
         """Yield patches of the functions that setup_model_and_optimizer calls, in the order of its
-        calls.
-
-        Functions that it calls add their names to `called`.
+        calls. Each patched function adds its name to `called`.
         """
         loop, unwrap = training(), host.module(host.CORE).unwrap_model
 
@@ -300,10 +299,7 @@ def install(recipe: RecipeLike | None = None, verify_every: int | None = None) -
 
 
 def uninstall() -> None:
-    """Undo `install`: megatron.training is as it was, and attached optimizers are detached.
-
-    Nothing happens where nothing is installed.
-    """
+    """Undo `install`, and detach the attached optimizers. Does nothing if nothing is installed."""
     if _installed is not None:
         _installed.uninstall()
 
@@ -311,9 +307,9 @@ def uninstall() -> None:
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add `--zerocast-recipe '*.linear_*.weight=nvfp4' ...`: an `extra_args_provider` of Megatron.
 
-    It also installs, unless `install` was called, so a script that reads the recipe from its
-    command line needs no other line. `--zerocast-verify-every N` is the `verify_every` of `attach`.
-    Once `install` was called, a script knows both flags without it.
+    Also adds `--zerocast-verify-every N`, the `verify_every` of `attach`, and calls `install`
+    unless that was called. So a script that reads the recipe from its command line needs no other
+    line, and a script that calls `install` need not call this.
     """
     if FLAG not in parser._option_string_actions:
         group = parser.add_argument_group("zerocast")

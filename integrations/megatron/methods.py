@@ -81,7 +81,7 @@ def replacements(
     for inner in distributed:
         of_inner = [share for share in shares if share.owned.optimizer is inner]
         if of_inner:
-            yield from _casts(inner, of_inner, guard)
+            yield from _cast_patches(inner, of_inner, guard)
         yield from optimizer_state.patches(inner, of_inner, guard)
     # The methods that check and mark the weights come after these, so that they surround them. An
     # optimizer that is not a chain is also its only distributed optimizer.
@@ -89,12 +89,12 @@ def replacements(
         # A chain steps, saves and loads all of its optimizers.
         is_whole = owner is optimizer or len(distributed) == 1
         of_owner = [share for share in shares if is_whole or share.owned.optimizer is owner]
-        yield from _steps_and_loads(owner, distributed if is_whole else [owner], of_owner, is_whole, guard)
+        yield from _step_and_load_patches(owner, distributed if is_whole else [owner], of_owner, is_whole, guard)
         # All pipeline stages and tensor-parallel ranks save together. Inside that call each
         # optimizer of a chain is saved by the ranks that have it.
         everyone = _groups_of_all_ranks(distributed) if owner is optimizer else []
         savers = [Group.of(group) for group in everyone] or [share.owned.group for share in of_owner]
-        yield from _saves(owner, distributed, savers, guard)
+        yield from _check_patches(owner, distributed, savers, guard)
     yield Patch(optimizer, "step_with_ready_grads", followed_by(optimizer.step_with_ready_grads, after_step))
     for chunk in chunks:
         model = chunk.module
@@ -123,7 +123,7 @@ def module_hooks(
             yield module.register_forward_pre_hook(lambda *_: guard.check(Use.READ))
 
 
-def _casts(optimizer: Any, shares: Sequence[AttachedShare], guard: Guard) -> Iterator[Patch]:
+def _cast_patches(optimizer: Any, shares: Sequence[AttachedShare], guard: Guard) -> Iterator[Patch]:
     """Yield patches by which the shares of one optimizer are cast and gathered, and their masters
     overwritten with the model's values.
     """
@@ -169,10 +169,12 @@ def _read_masters(optimizer: Any, shares: Sequence[AttachedShare], state_dict: A
         read_from_model(share.owned)
 
 
-def _steps_and_loads(
+def _step_and_load_patches(
     owner: Any, optimizers: Sequence[Any], shares: Sequence[AttachedShare], is_whole: bool, guard: Guard
 ) -> Iterator[Patch]:
-    """Yield patches of the methods that step and load `optimizers`, which are all if `is_whole`."""
+    """Yield patches of the methods of `owner` that step and load `optimizers`. `is_whole` is True
+    if these are all optimizers of the attachment.
+    """
     hosts_step = owner.step_with_ready_grads
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -217,9 +219,10 @@ def _holds_masters(state: Any) -> bool:
     return not isinstance(state, dict) or "param_state" in state or "fp32_from_fp16_params" in state
 
 
-def _saves(owner: Any, distributed: Sequence[Any], savers: Sequence[Group], guard: Guard) -> Iterator[Patch]:
+def _check_patches(owner: Any, distributed: Sequence[Any], savers: Sequence[Group], guard: Guard) -> Iterator[Patch]:
     """Yield patches of the methods that raise unless the weights are valid for a step or a save,
-    and of the one that makes the template of a load. All ranks of `savers` save together.
+    and of `sharded_state_dict`, which also makes the template of a load. All ranks of `savers` save
+    together.
     """
 
     def checked(method: Method, use: Use) -> Method:

@@ -142,11 +142,11 @@ def square_mxfp8() -> Iterator[None]:
 
     Every rank builds the model and trains it inside: a forward pass under the recipe of 1x32 blocks
     replaces the quantizers of the weights, and the next step raises. Activations and gradients keep
-    their blocks. One set of codes then serves both directions of a weight, so that Megatron gathers
-    one byte per element, where it gathers bf16 without zerocast.
+    their blocks. One set of codes then serves both directions of a weight, so Megatron gathers one
+    byte per element. Without zerocast it gathers bf16.
 
-    Raises RuntimeError for a megatron-core without `get_fp8_recipe`, and where a recipe is made by
-    a TransformerEngine without such tiles.
+    Raises RuntimeError for a megatron-core without `get_fp8_recipe`, and for a TransformerEngine
+    that has no such tiles.
     """
     fp8 = host.module(host.FP8)
     with host.known_api():

@@ -134,10 +134,10 @@ def collect(optimizers: Sequence[Any], chunks: Sequence[Any]) -> list[OwnedShare
 
 
 def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
-    """Unique names of the parameters of all chunks, keyed by id of the parameter.
+    """Return unique names of the parameters of all chunks, keyed by id of the parameter.
 
-    Every chunk of a pipeline stage counts its layers from 0. A name that an earlier chunk has is
-    therefore preceded by the number of its chunk.
+    Every chunk of a pipeline stage counts its layers from 0, so chunks repeat names. A name that an
+    earlier chunk has gets the number of its own chunk as a prefix.
     """
     names: dict[str, int] = {}
     for number, chunk in enumerate(chunks):

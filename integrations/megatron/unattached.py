@@ -94,20 +94,20 @@ def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
     """Replace the methods that write, so that they raise. Methods that save raise too after an
     attachment that left its weights partial.
     """
-    accept(optimizer)
+    restore(optimizer)
     names = [name for name in dir(type(optimizer)) if name.startswith(_WRITING_PREFIXES)]
     saves = _SAVES if detached is not None and detached.validity.partial else ()
     for name in (*names, _SAVES_OR_PREPARES_LOAD, *saves):
         vars(optimizer)[name] = RefusedMethod(optimizer, name, detached)
 
 
-def accept(optimizer: Any) -> None:
+def restore(optimizer: Any) -> None:
     """Give an optimizer the host's own methods back."""
     for name in _refused_names(optimizer):
         delattr(optimizer, name)
 
 
-def lift(patches: Patches, optimizers: Sequence[Any]) -> None:
+def restore_until_undone(patches: Patches, optimizers: Sequence[Any]) -> None:
     """Give optimizers the host's own methods back until `patches` are undone."""
     for optimizer in optimizers:
         for name in _refused_names(optimizer):

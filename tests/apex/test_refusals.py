@@ -220,7 +220,7 @@ def cannot_step(run: Run) -> None:
 
 
 def partial(run: Run) -> None:
-    run.optimizer._plan.validity.broke_off("an optimizer step")
+    run.optimizer._plan.validity.failed_partway("an optimizer step")
 
 
 ONE_RANK: dict[str, tuple[Callable[[Run], None], Callable[[Run], object]]] = {

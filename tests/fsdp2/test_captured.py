@@ -99,9 +99,9 @@ def compared(
             addresses.add((trainee is captured, *(group._scales.untyped_storage().data_ptr() for group in groups)))
             held.append(digests(zerocast.fsdp2.TrainingState(trainee.model, trainee.optimizer).state_dict()))
         found += [f"{name} after step {number}" for name in held[0] if held[0][name] != held[1][name]]
-    generations = {models.manager(trainee.model).plan.generation for trainee in (ordinary, captured)}
+    cast_numbers = {models.manager(trainee.model).plan.cast_number for trainee in (ordinary, captured)}
     kept = sum(any(pointers) for is_captured, *pointers in addresses if is_captured)
-    return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
+    return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {cast_numbers}, works at {kept} addresses"]
 
 
 @pytest.mark.parametrize(

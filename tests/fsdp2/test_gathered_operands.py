@@ -175,7 +175,7 @@ def test_operands_are_those_of_the_last_gather(recomputed: bool) -> None:
 @on_ranks(2)
 def test_few_codes_are_kept_by_default(lacking: int) -> None:
     codes = 2 * 64 * 96 // 2 // 2  # of two weights, half a byte an element, on two ranks
-    with mock.patch.object(plan, "MOST_KEPT", codes - lacking):
+    with mock.patch.object(plan, "MAX_KEPT_BYTES", codes - lacking):
         for told, kept in ((None, not lacking), (False, False), (True, True)):
             model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=told)
             zerocast.fsdp2.refresh(model)

@@ -239,7 +239,7 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
         with torch.no_grad():
             loss(model, 100)
         found += models.complaints(model, f"step {step}")
-    return found, digests(model), models.manager(model).plan.generation
+    return found, digests(model), models.manager(model).plan.cast_number
 
 
 MAKERS = {

@@ -107,7 +107,7 @@ def test_nothing_grows() -> None:
 
 WARM = 800  # steps, in which the process takes a megabyte more, and none after them
 STEPS = 2000
-MOST_BYTES = 2**9  # a step
+MAX_BYTES = 2**9  # a step
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_steps(optimizer: str) -> None:
     before, memory = observed.process_counts(), observed.resident_bytes()
     models.train(model, made, range(WARM, WARM + STEPS), 64)
     assert observed.grown(before, observed.process_counts()) == {}
-    assert (observed.resident_bytes() - memory) / STEPS < MOST_BYTES
+    assert (observed.resident_bytes() - memory) / STEPS < MAX_BYTES
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:

@@ -24,7 +24,7 @@ from tests.workers import error_of, on_ranks
 from zerocast import optim
 from zerocast.distributed.late_copy import LateCopy
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
-from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
+from zerocast.fsdp2.gather_status import MAX_PASSES, GatherStatus
 from zerocast.weight.validity import Validity
 
 FORMATS = ("nvfp4", DELAYED)
@@ -165,7 +165,7 @@ def test_a_loop_without_steps_is_told_too() -> None:
             if dist.get_rank() == 1:
                 write_data(model)
             counts.append(next(count for count in range(50) if is_refused(model)))
-    assert counts == [MOST_PASSES, 0]
+    assert counts == [MAX_PASSES, 0]
 
 
 def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,7 +92,7 @@ def load_of_less(attached: Attached, saved: Any) -> None:
 
 def partial(attached: Attached) -> None:
     """Leave the weights as a gather does that has raised."""
-    attached.attachment._guard.validity.broke_off("an all-gather", masters=False)
+    attached.attachment._guard.validity.failed_partway("an all-gather", masters=False)
 
 
 def save(attached: Attached, saved: Any) -> None:

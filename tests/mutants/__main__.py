@@ -85,10 +85,10 @@ PRODUCT = ("zerocast", "integrations", "csrc")
 SUFFIXES = {".py", ".cpp", ".h", ".inc"}
 NEEDS_GPU = ("csrc/cuda/", "csrc/api/cuda.cpp", "zerocast/backends/cuda/")
 FIRST_MODULES = 5  # are asked in a run of their own: to collect more of them takes longer than most mutants live
-MOST_MODULES = 25
+MAX_MODULES = 25
 SECONDS_OF_A_TEST = 120
 SECONDS_OF_A_BUILD = 600
-MOST_BYTES = (
+MAX_BYTES = (
     8 << 30
 )  # of data in this process and in each that it starts: a wrong size must not take the memory of the machine
 SURVIVED, KILLED, HUNG, CRASHED, BROKEN = (
@@ -167,7 +167,7 @@ class Copy:
 
     def _test(self, modules: Sequence[str], deadline: float) -> tuple[str, str]:
         passed = 0
-        for part in (modules[:FIRST_MODULES], modules[FIRST_MODULES:MOST_MODULES]):
+        for part in (modules[:FIRST_MODULES], modules[FIRST_MODULES:MAX_MODULES]):
             if part:
                 code, output = self.pytest(part, deadline - time.monotonic())
                 passed += output.count(" PASSED")
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="for the tests of one mutant")
     chosen = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * chosen.budget
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     sample, answers = draw(chosen.seed, chosen.only, chosen.count), Answers(chosen.seed, chosen.only)
     known = {(answer.path, answer.line) for answer in answers.known}
     for answer in answers.known:

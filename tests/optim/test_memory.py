@@ -128,7 +128,7 @@ def test_an_optimizer_is_freed_with_its_last_reference():
 
 WARM = 4
 FORMATS = Recipe({"0.weight": "nvfp4", "1.weight": "fp8_delayed", "2.weight": "mxfp8"})
-MOST_BYTES = 2**17  # an optimizer, where a leaked one would be 2**19 and more
+MAX_BYTES = 2**17  # an optimizer, where a leaked one would be 2**19 and more
 
 
 def model() -> nn.Sequential:
@@ -184,5 +184,5 @@ def test_optimizers_that_are_dropped(life: str, count: int) -> None:
         after &= observed.process_counts()
     used = (observed.resident_bytes() - memory) / (count + 3)
     assert observed.grown(before, after) == {}
-    assert used < MOST_BYTES or count < 200
+    assert used < MAX_BYTES or count < 200
     assert all(len(parameter._post_accumulate_grad_hooks or ()) <= 1 for parameter in optimizers.model.parameters())

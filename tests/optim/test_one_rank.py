@@ -115,8 +115,8 @@ def checkpoints(run: Any) -> zerocast.optim.Checkpoints:
 States = dict[str, Callable[[Any], object]]
 STATES: dict[Any, States] = {
     Zero: {
-        "a partial step": lambda run: run.optimizer._validity.broke_off("an optimizer step"),
-        "a partial cast": lambda run: run.optimizer._validity.broke_off("a cast", masters=False),
+        "a partial step": lambda run: run.optimizer._validity.failed_partway("an optimizer step"),
+        "a partial cast": lambda run: run.optimizer._validity.failed_partway("a cast", masters=False),
         "a written parameter": partial(write, "norm"),
         "written codes": write_codes,
         "a parameter of another dtype": widen,
@@ -125,9 +125,9 @@ STATES: dict[Any, States] = {
         "an outdated average": outdate,
     },
     Sharded: {
-        "a partial optimizer": lambda run: validity_of(run.optimizer).broke_off("an optimizer step"),
-        "a partial cast": lambda run: managers_of(run.model)[0].plan.validity.broke_off("a cast", masters=False),
-        "a partial model": lambda run: validity_of(run.model).broke_off("a load"),
+        "a partial optimizer": lambda run: validity_of(run.optimizer).failed_partway("an optimizer step"),
+        "a partial cast": lambda run: managers_of(run.model)[0].plan.validity.failed_partway("a cast", masters=False),
+        "a partial model": lambda run: validity_of(run.model).failed_partway("a load"),
         "a written master": partial(write, "blocks.0.1.weight"),
         "a negative learning rate": partial(set_learning_rate, -1.0),
     },

@@ -28,7 +28,7 @@ pytest.importorskip("modelopt")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-MOST_NUMEL = 3 * 10**7
+MAX_NUMEL = 3 * 10**7
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 256),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 512),
@@ -77,7 +77,7 @@ def on_meta(family: str) -> Any:
     with torch.device("meta"):
         model = kind._from_config(config(**sizes))
     numel = sum(parameter.numel() for parameter in model.parameters())
-    if numel > MOST_NUMEL:
+    if numel > MAX_NUMEL:
         raise ValueError(f"{numel} parameters")
     return model
 

@@ -18,7 +18,7 @@ from tests.observed import Dispatched
 from zerocast.backends import checks, ops
 
 # Calls of functions of zerocast in a forward and a backward pass of one layer. With every gain this bound comes down.
-MOST_CALLS = 80
+MAX_CALLS = 80
 
 
 def trained_layer(fmt: str) -> tuple[nn.Linear, zerocast.ZeroAdamW]:
@@ -43,7 +43,7 @@ def test_a_layer_makes_few_calls(fmt: str) -> None:
     refused = mock.Mock(side_effect=AssertionError("a later product"))
     with mock.patch.object(ops, "dequantize", refused), mock.patch.object(checks, "check_plain", refused):
         by_file = calls_of_zerocast(passes)
-    assert by_file.total() <= MOST_CALLS, by_file
+    assert by_file.total() <= MAX_CALLS, by_file
 
 
 def transformed(transform: Callable[..., Any]) -> Callable[[Any, Tensor], Tensor]:

@@ -2,9 +2,9 @@
 
 Backends work on addresses. If a tensor were too small, they would access memory of other tensors.
 An op on plain tensors checks them at each call. The rows of a descriptor table are compared with
-their storages once, when the table is built (`descriptor.check_rows`), and the table then records
-its bases (`know`): an op only compares identities. For a table without such a record, an op reads
-the rows at each call, which makes the CPU wait for the device.
+their storages once, when the table is built (`descriptor.check_rows`). `remember_checked` then
+records the bases on the table, and an op only compares identities. For a table without a record, an
+op reads the rows at each call, which makes the CPU wait for the device.
 """
 
 import functools
@@ -40,7 +40,7 @@ _LIKE_MASTERS = "masters", "grads", "exp_avgs", "exp_avg_sqs"
 _SCALARS = 8
 
 
-def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
+def remember_checked(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
     """Remember on a table that its rows were checked for these bases, given by argument name. Ops
     then take the table with the same bases without a further check.
     """
@@ -51,7 +51,7 @@ def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
     table._zerocast_bases = ids, kept_bases  # type: ignore[attr-defined]
 
 
-def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:
+def was_checked(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:
     """Return True if the rows of a table were checked, when it was built, for these bases of these
     arguments.
     """
@@ -218,9 +218,9 @@ _LISTS_OF_PIECES = {
 
 
 def check_pieces(arguments: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless all pieces are inside of the flat tensors of their
-    bases, of the scales, and of the shared groups, and each has the elements of its row of the
-    table, which was checked. Reads both, so the CPU waits for the device.
+    """Raise TypeError or ValueError unless all pieces are inside of the flat tensors, scales and
+    `cut_largest`, and each has the elements of its row of the table, which was checked. Reads
+    pieces and table, so the CPU waits for the device.
     """
     table, pieces, scalars = arguments["table"], arguments["pieces"], arguments["scalars"]
     device = table.device
@@ -263,7 +263,7 @@ def _check_piece(
         if not 0 <= place <= scales.numel() - count:
             raise ValueError(f"piece {row} needs {count:,} scales from index {place:,}, got {scales.numel():,} scales")
     if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cuts:
-        raise ValueError(f"piece {row} has a shared group outside of the {cuts} groups")
+        raise ValueError(f"piece {row} has a cut group outside of the {cuts} groups")
     if not 0 <= piece[Piece.SCALARS] < rows_of_scalars:
         raise ValueError(
             f"piece {row} uses row {piece[Piece.SCALARS]} of the scalars, which have {rows_of_scalars} rows"

@@ -64,8 +64,8 @@ class Piece(enum.IntEnum):
     COLUMNS = 5  # the columns of the weight; each of its rows begins a new group of 128
     SCALE = 6  # index of the first group's scale of the first moment
     SECOND_SCALE = 7  # index of the first group's scale of the second moment
-    CUT_FIRST = 8  # index of the first group among shared groups; -1 if this rank has all of it
-    CUT_LAST = 9  # index of the last group among shared groups, which may be the first one
+    CUT_FIRST = 8  # index in `cut_largest` of the first group; -1 if this rank has all of that group
+    CUT_LAST = 9  # index in `cut_largest` of the last group, which may be the first one; -1 likewise
     KEY = 10  # the key of the weight's random numbers, less than 2**32
 
 

@@ -111,8 +111,8 @@ def schema_of(stage: str) -> str:
     return f"({', '.join(schema)}) -> ()"
 
 
-# The stages that update masters and write their codes in one pass, each with the stage that is the
-# first one where a backend takes two passes. The second one is `partial_cast`.
+# The stages that update masters and write their codes in one pass. A backend without such a stage
+# takes two passes: the stage on the right, then `partial_cast`.
 _IN_ONE_PASS = {"adam_cast": "adam_amax", "adam_8bit_cast": "adam_8bit"}
 
 
@@ -133,7 +133,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
         given = dict(zip(names, arguments, strict=True))
         fmt, table = given["fmt"], given["table"]
         checks.check_whole_blocks(fmt, table)
-        # No group of moments is shared, since a rank owns full block rows.
+        # There are no cut groups, since a rank owns full block rows.
         given |= {"cut_largest": _no_cuts(table.device), "finishes": False}
         update(*(given[name] for name in names_of_update))
         masters = given["nominal"], given["masters"], given["packed"]
@@ -144,7 +144,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
 
 @functools.cache
 def _no_cuts(device: torch.device) -> Tensor:
-    """Return the largest values of no shared groups."""
+    """Return an empty `cut_largest`."""
     return torch.zeros(2, 0, dtype=torch.float32, device=device)
 
 
@@ -172,7 +172,8 @@ def _run(stage: str) -> Callable[..., None]:
 def _check_of(stage: str) -> Callable[..., None]:
     """Return the check of the arguments of a stage's op.
 
-    A descriptor table that was checked with the same bases (`checks.knows`) is not checked again.
+    A descriptor table that was checked with the same bases is not checked again
+    (`checks.was_checked`).
     """
     if stage in _CHECKS:
         return _CHECKS[stage]
@@ -182,7 +183,7 @@ def _check_of(stage: str) -> Callable[..., None]:
     base_indices = [names.index(name) for name in base_names]
 
     def check(backend: str, fmt: str, *arguments: Any) -> None:
-        if not checks.knows(arguments[table_index], base_names, map(arguments.__getitem__, base_indices)):
+        if not checks.was_checked(arguments[table_index], base_names, map(arguments.__getitem__, base_indices)):
             checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
 
     return check
@@ -197,7 +198,7 @@ def _check_adam_8bit(stage: str) -> Callable[..., None]:
     def check(backend: str, fmt: str, *arguments: Any) -> None:
         given = dict(zip(names, arguments, strict=True))
         bases = [[given["table"]], *(given[name] for name in base_names)]
-        if not checks.knows(given["pieces"], ["tables", *base_names], bases):
+        if not checks.was_checked(given["pieces"], ["tables", *base_names], bases):
             checks.check_stage(stage, backend, get_format(fmt), {name: given[name] for name in read_by_table})
             checks.check_pieces(given)
 

@@ -18,7 +18,7 @@ Run = Callable[[], object]
 WARM_UP = 5
 # Limits on the calls of a measurement.
 FEWEST_CALLS = 11
-MOST_CALLS = 300
+MAX_CALLS = 300
 # Windows of calls back to back, for wall time.
 WINDOWS = 5
 # The copy between calls, as a multiple of the L2.
@@ -65,7 +65,7 @@ class Clock:
         for _ in range(WARM_UP):
             run()
         seconds = self._elapsed(lambda: [run() for _ in range(3)]) / 3
-        calls = max(FEWEST_CALLS, min(MOST_CALLS, int(self._seconds / seconds)))
+        calls = max(FEWEST_CALLS, min(MAX_CALLS, int(self._seconds / seconds)))
         device_times = self._events(run, calls) if self._device.type == "cuda" else self._host(run, calls)
         deciles = quantiles(device_times, n=10)
         return Times(

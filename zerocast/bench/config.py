@@ -7,9 +7,9 @@ from typing import Literal
 
 CPU_SCALE = 16
 BYTE_VALUES = 256
-MOST_SECONDS = 3600
-MOST_SEED = 2**62
-MOST_LR = 1e3
+MAX_SECONDS = 3600
+MAX_SEED = 2**62
+MAX_LR = 1e3
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
@@ -67,9 +67,9 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        check_range("seconds", self.seconds, 0, MOST_SECONDS)
+        check_range("seconds", self.seconds, 0, MAX_SECONDS)
         check_range("threshold", self.threshold, 0, math.inf)
-        check_range("seed", self.seed, 0, MOST_SEED)
+        check_range("seed", self.seed, 0, MAX_SEED)
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ class StepConfig:
         if self.text is not None and self.vocabulary < BYTE_VALUES:
             raise ValueError(f"text needs a vocabulary of at least {BYTE_VALUES}, got {self.vocabulary}")
         check_range("threshold", self.threshold, 0, math.inf)
-        check_range("seed", self.seed, 0, MOST_SEED)
-        check_range("lr", self.lr, 0, MOST_LR)
+        check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("lr", self.lr, 0, MAX_LR)

@@ -16,7 +16,7 @@ from zerocast.checkpoint.store import read_bounded
 
 SCHEMA = 1
 # The largest stored report that is read.
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def read_stored(path: Path, schema: int | str) -> dict[str, Any]:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    stored = json.loads(read_bounded(path, MOST_BYTES))
+    stored = json.loads(read_bounded(path, MAX_BYTES))
     if not isinstance(stored, dict) or stored.get("schema") != schema:
         raise ValueError(f"{path} is not a report of this benchmark (schema {schema})")
     return stored

@@ -37,7 +37,7 @@ PROFILED = 2
 # Batches of random tokens, which steps take in turn.
 BATCHES = 4
 # The largest text that is read.
-MOST_TEXT_BYTES = 2**30
+MAX_TEXT_BYTES = 2**30
 # The name of the call in the error that is raised if ranks make different calls.
 TRAINS = "trains a row"
 Progress = Callable[[StepMeasurement | StepFailure], None]
@@ -61,7 +61,7 @@ class Text:
     @classmethod
     def read(cls, path: Path) -> "Text":
         """Read a file of up to 1 GiB."""
-        content = read_bounded(path, MOST_TEXT_BYTES)
+        content = read_bounded(path, MAX_TEXT_BYTES)
         tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return cls(path.name, hashlib.sha256(content).hexdigest(), tokens)
 

@@ -13,7 +13,7 @@ from zerocast.bench.variant import code_of
 SCHEMA = "step 2"
 LAST_LOSSES = 20
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize")
-MOST_LINES = 25
+MAX_LINES = 25
 GIB = 2**30
 OURS = ("fsdp2:", "zero_adamw:")
 
@@ -43,7 +43,7 @@ class Profile:
             own = [event for event in events if event.device_type.name == side.upper() and not event.is_user_annotation]
             time = "self_cpu_time_total" if side == "cpu" else "self_device_time_total"
             lines = [(event.key, getattr(event, time) / 1e3 / steps, event.count / steps) for event in own]
-            return tuple(sorted(lines, key=lambda line: -line[1])[:MOST_LINES])
+            return tuple(sorted(lines, key=lambda line: -line[1])[:MAX_LINES])
 
         waits = [event for event in events if event.key in WAITS]
         return cls(

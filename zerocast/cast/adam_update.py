@@ -30,8 +30,8 @@ class MomentGroups:
         pieces: a row for each part of a weight (`Piece` of `zerocast/backends/descriptor.py`), at
             offsets of the masters. The same list in all steps.
         steps: i64, the number of the step for each row of Adam's scalars.
-        cut_largest: f32 `[2, groups]`, the largest values of groups that several ranks have parts
-            of; zeros before the step.
+        cut_largest: f32 `[2, cut groups]`, the largest values of the groups that several ranks have
+            parts of; zeros before the step.
         reduce: reduces `cut_largest` over the ranks. Collective.
     """
 

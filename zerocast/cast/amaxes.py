@@ -61,8 +61,9 @@ class AmaxLayout(Generic[Weight]):
             offset; a weight that shares its amax with no other may be a group by itself.
         flags: all flags.
         boundary: the elements next to odd boundaries, four numbers for each.
-        call: the numbers that `begin` keeps, since they are written before it: a digest of the call
-            and its negative, or the casts of replicas under FSDP2. Empty if nothing is compared.
+        call: the numbers by which ranks compare their calls, written before `begin`, which keeps
+            them: a digest of the call and its negative, or the casts of replicas under FSDP2. Empty
+            if nothing is compared.
         reduced: the elements that ranks reduce.
     """
 
@@ -114,19 +115,19 @@ class AmaxLayout(Generic[Weight]):
         self.flag_of = {weight: self.flags.start + number for number, weight in enumerate(weights)}
 
     def reduce_at(self, sources: Tensor, targets: Tensor) -> None:
-        """Reduce the own amaxes at the offsets `sources` at the offsets `targets`."""
+        """Copy the own amaxes at the offsets `sources` to the offsets `targets`, i64, for the
+        reduction, and the reduced ones back.
+        """
         self._sources.append(sources.view(-1))
         self._targets.append(targets.view(-1))
 
     def reduce_span_at(self, source: Span, target: Span) -> None:
-        """Reduce the own amaxes in the span `source` in the span `target`, which has as many
-        elements.
-        """
+        """Do the same for the span `source` and the span `target` of as many elements."""
         self.reduce_at(torch.arange(source.start, source.stop), torch.arange(target.start, target.stop))
 
     @property
     def exchanged(self) -> tuple[Tensor, Tensor]:
-        """(offsets of own amaxes, offsets where they are reduced), i64."""
+        """All pairs of `reduce_at`: (offsets of own amaxes, offsets to reduce them at), i64."""
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *self._sources]), torch.cat([none, *self._targets])
 
@@ -157,7 +158,7 @@ class PackedAmaxes(Generic[Weight]):
         comm_device_type: str | None = None,
     ) -> None:
         self._group = group
-        # None if the buffer is on it.
+        # The type of the device to copy amaxes to for a reduction. None if the buffer is on it.
         self._comm_device_type = None if comm_device_type in (None, device.type) else comm_device_type
         self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
         self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
@@ -173,7 +174,7 @@ class PackedAmaxes(Generic[Weight]):
         self._sources, self._targets = (places.to(device) for places in layout.exchanged)
 
     def begin(self) -> None:
-        """Put zeros where amaxes are about to be measured. The call stays, which
+        """Zero the buffer before amaxes are measured, except the numbers of the call, which
         `CastReports.announce` has just written.
         """
         for part in self._cleared:

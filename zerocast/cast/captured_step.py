@@ -112,7 +112,7 @@ class CapturedStep:
         self._step = step
         # The memory at the last step or rehearsal without a graph, as `prepare` describes it. Kept,
         # since the graph reads its tables.
-        self._places: Any = None
+        self._memory: Any = None
         # None until the step is recorded.
         self._replay: Work | None = None
         self.capture()
@@ -121,8 +121,8 @@ class CapturedStep:
         """Record the step for the current memory if it can be rehearsed. Collective. Changes no
         master and no weight.
         """
-        self._places = self._step.rehearse()
-        if self._places is not None:
+        self._memory = self._step.rehearse()
+        if self._memory is not None:
             self._replay = self._record(self._step.launch)
 
     @torch.no_grad()
@@ -136,15 +136,15 @@ class CapturedStep:
         Returns the result of the optimizer's step: the norm before clipping, f32[], for ZeroAdamW,
         None for FusedAdamW.
         """
-        places = self._step.prepare()
-        if places is None:
+        memory = self._step.prepare()
+        if memory is None:
             return None
-        has_moved = self._places is None or not self._step.has_same_memory(places, self._places)
+        has_moved = self._memory is None or not self._step.has_same_memory(memory, self._memory)
         if has_moved and self._replay is not None:
             logger.info("memory of a captured step has moved or was replaced: it is recorded again")
             self._replay = None
         if has_moved or self._step.must_step_without_graph:
-            self._places = self._step.step_without_graph()
+            self._memory = self._step.step_without_graph()
             return self._step.finish()
         with self._step.launch_context():
             if self._replay is None:

@@ -31,8 +31,8 @@ class ColumnwiseCopies:
         self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._weights: list[QuantizedWeight] = []
         self._backend = backend
-        # The validities of the weights, with their `places` when the tables were made.
-        self._places: list[tuple[Validity, int]] | None = None
+        # The validities of the weights, with their `storage_version` when the tables were made.
+        self._storage_versions: list[tuple[Validity, int]] | None = None
         self._tables: list[WeightTable] = []
         # Of the weights in `_tables`, when these were made.
         self._memory = StorageSnapshot(())
@@ -56,9 +56,9 @@ class ColumnwiseCopies:
 
     def tables(self) -> list[WeightTable]:
         """Return the tables for the current memory."""
-        must_bind = self._places is None
-        for validity, places in self._places or ():
-            must_bind = must_bind or validity.places != places
+        must_bind = self._storage_versions is None
+        for validity, version in self._storage_versions or ():
+            must_bind = must_bind or validity.storage_version != version
         if must_bind or (self._tables and self._memory.has_moved()):
             self._bind()
         return self._tables
@@ -77,4 +77,4 @@ class ColumnwiseCopies:
             self._tables = tables.freeze()
         self._memory = StorageSnapshot.joined(table.snapshot for table in self._tables)
         validities = {id(w.state.validity): w.state.validity for w in self._transposed}
-        self._places = [(validity, validity.places) for validity in validities.values()]
+        self._storage_versions = [(validity, validity.storage_version) for validity in validities.values()]

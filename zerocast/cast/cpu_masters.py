@@ -19,7 +19,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable, place_of_matrix
+from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable, amax_offsets_of_matrix
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, byte_range
 
@@ -49,14 +49,14 @@ class _CpuShard(NamedTuple):
 
     Attributes:
         shard: the matrix, and the elements that this rank owns.
-        place: the offsets of its rowwise amaxes, and of its columnwise amaxes if it has a separate
-            columnwise grid.
+        amax_offsets: the offsets of its rowwise amaxes, and of its columnwise amaxes if it has a
+            separate columnwise grid.
         shared: the offset of the amax that it shares with other weights. -1 for none.
         flag: the offset of the number that becomes 1 if its master is not finite. -1 for none.
     """
 
     shard: MasterShard
-    place: Sequence[int]
+    amax_offsets: Sequence[int]
     shared: int
     flag: int
 
@@ -83,7 +83,7 @@ class CpuTable(WeightTable):
     def add_shard(
         self,
         shard: MasterShard,
-        place: Sequence[int],
+        amax_offsets: Sequence[int],
         group: int = 0,
         shared: int = -1,
         flag: int = -1,
@@ -91,9 +91,9 @@ class CpuTable(WeightTable):
         """Append a weight with the elements of it that this rank owns in CPU memory."""
         assert shard.cuts is None, shard
         for number, matrix in enumerate(shard.matrices()):
-            place_in_weight = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
-            self._shards.append(_CpuShard(matrix, place_in_weight, shared, flag))
-            self.add(matrix.weight, place_in_weight, group, shared)
+            of_matrix = amax_offsets_of_matrix(shard.weight.format, shard.weight.shape, amax_offsets, number)
+            self._shards.append(_CpuShard(matrix, of_matrix, shared, flag))
+            self.add(matrix.weight, of_matrix, group, shared)
 
     def freeze(self) -> "CpuTable":
         """Make the table of the device, and the tables by which the CPU measures and casts."""
@@ -105,7 +105,7 @@ class CpuTable(WeightTable):
             self._add_host_row(self._masters_table, number, host_shard.shard.span)
         self._masters_table.freeze()
         # The parts of the packed amaxes that this table writes, and those that its casts read.
-        self._measured = _merged(self._measured_places())
+        self._measured = _merged(self._measured_spans())
         shared = _merged(Span(each.shared, each.shared + 1) for each in self._shards if each.shared >= 0)
         self._reduced = [*self._measured, *shared]
         self._pieces = list(self._cut_into_pieces())
@@ -148,10 +148,10 @@ class CpuTable(WeightTable):
             if self.device.type == "cuda":
                 self._copied[number % 2] = torch.cuda.current_stream(self.device).record_event()
 
-    def _measured_places(self) -> Iterator[Span]:
+    def _measured_spans(self) -> Iterator[Span]:
         """Yield the offsets of the amaxes of each matrix in the packed buffer, and of its flag."""
-        for shard, place, _, flag in self._shards:
-            yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
+        for shard, amax_offsets, _, flag in self._shards:
+            yield Span(amax_offsets[0], amax_offsets[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
             yield Span(flag, flag + (flag >= 0))
 
     def _host_table(self) -> WeightTable:
@@ -161,8 +161,8 @@ class CpuTable(WeightTable):
         """Add a row for some elements of a matrix, whose tensor amax and scale are in CPU
         memory.
         """
-        shard, place, shared, flag = self._shards[number]
-        row = table.add_row(shard.weight.matrix_shape, place, shared=shared)
+        shard, amax_offsets, shared, flag = self._shards[number]
+        row = table.add_row(shard.weight.matrix_shape, amax_offsets, shared=shared)
         row[Column.NOT_FINITE] = flag
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         if shard.master is not None:

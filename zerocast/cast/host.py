@@ -222,14 +222,14 @@ class CastDriver:
         self._cast_and_gather(self.gather.reclaim, repeat=True)
 
     def ready(self, detail: str = "", problem: Exception | None = None) -> None:
-        """Prepare a cast: find weights and masters where they are now. A problem of this rank is
-        raised by the cast, on every rank (`Plan.ready`).
+        """Prepare a cast: find weights and masters where they are now. If this fails on this rank,
+        or the caller passes a `problem`, the cast raises that error on every rank (`Plan.ready`).
         """
         self.plan.ready(detail, functools.partial(self._find, self.gather.prepare), problem)
 
     def refuse(self, problem: Exception) -> None:
         """Take part in a cast that the other ranks make, so that they raise the problem of this
-        rank. Does nothing if that cast has raised here.
+        rank. Does nothing if the cast itself has raised here, which it does on all ranks.
         """
         if not self._has_raised:
             # The caller raises the problem.
@@ -239,13 +239,12 @@ class CastDriver:
                 self.plan.run()
 
     def step(self, launch: Callable[[], None], step_collectives: "StepCollectives", finish: Callable[[], None]) -> None:
-        """Run `launch`, which steps and casts on the device (`plan.launch`), then gather, and end
-        with the caller's `finish`.
+        """Take an optimizer step after `ready`: call `launch`, which steps and casts on the device
+        (`plan.launch`), gather, and call `finish`, the caller's CPU part. Collective.
 
-        `step_collectives` are the other collectives of `launch`, for a rank that cannot run it.
-
-        Collective. Call `ready` first, whose problem all ranks raise here. An exception in here
-        leaves masters and weights partial, unless no rank was ready.
+        All ranks raise the problem that `ready` has found on any. For that, a rank that cannot call
+        `launch` takes part in its `step_collectives`. Any exception leaves masters and weights
+        partial, unless no rank was ready.
         """
         if self.plan.problem is not None:
             self.join_collectives("an optimizer step", step_collectives, masters=True)
@@ -363,8 +362,9 @@ class CastDriver:
             self.move_masters(self.host.masters)
 
     def _watch(self, flat: Sequence[Tensor | None]) -> None:
-        """Note which of the plan's `flat` masters are views, to follow them, and let debug mode
-        notice writes to all masters, those of plain parameters too: a cast rounds them.
+        """Record which of the plan's `flat` masters are views of the host's masters, so that
+        `follow_masters` finds moved ones. Also let debug mode see writes to all masters, including
+        those of plain parameters, which a cast rounds.
         """
         # A plan follows masters by itself that are flat already.
         self._views: list[tuple[Tensor, Tensor]] = []

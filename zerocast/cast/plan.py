@@ -23,7 +23,7 @@ from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchedBytes, SwitchPart, convert, share_cast_bytes
-from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables, place_of_matrix
+from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables, amax_offsets_of_matrix
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
@@ -346,11 +346,11 @@ class CastPlan(Plan):
             try:
                 self.amaxes.refuse(problem)
             except BaseException:
-                self._broke_off(what, masters)
+                self._failed_partway(what, masters)
                 raise
             if reports.all_refused:
                 raise problem
-        self._broke_off(what, masters)
+        self._failed_partway(what, masters)
         if gather is not None:
             gather()
             self.check_call()
@@ -429,8 +429,8 @@ class CastPlan(Plan):
         The next cast finds them again.
         """
         self._tables = CastTables([], [], on_cpu=False, stepped=[], snapshot=StorageSnapshot(()))
-        # No count of moves, so the next cast makes the tables again.
-        self._places = -1
+        # Never the version of a Validity, so the next cast makes the tables again.
+        self._storage_version = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Cast after every `step()` of a torch optimizer over the masters, until `remove()` of the
@@ -501,13 +501,13 @@ class CastPlan(Plan):
             check=lambda formats: self._check_switch({name: index_of[name] for name in formats}),
             convert=lambda formats: self._convert({index_of[name]: fmt for name, fmt in formats.items()}),
             recast=lambda formats: self._recast_switched([index_of[name] for name in formats]),
-            held=self.held,
+            changed_by_switch=self.changed_by_switch,
         )
 
     @property
-    def held(self) -> list[Any]:
+    def changed_by_switch(self) -> list[Any]:
         """The objects whose attributes a switch of formats changes, and restores if it fails."""
-        return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
+        return [self, *self.validity.records, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_between_steps(self, use: Use) -> None:
         """Raise RuntimeError if formats or parameters cannot change now, since a write is partial
@@ -589,14 +589,14 @@ class CastPlan(Plan):
         except InvalidWeights:
             raise
         except (RuntimeError, TypeError, ValueError):
-            self._broke_off("a cast with ranks in different calls")
+            self._failed_partway("a cast with ranks in different calls")
             raise
 
-    def _broke_off(self, what: str, masters: bool = False) -> None:
+    def _failed_partway(self, what: str, masters: bool = False) -> None:
         # A cast does not complete partial masters, so their record stays. A step or a load of which
         # this cast is a part leaves its own.
         if not (self.validity.is_writing or self.validity.has_partial_masters):
-            self.validity.broke_off(what, masters=masters)
+            self.validity.failed_partway(what, masters=masters)
 
     def forget_call(self) -> None:
         """Forget the reports of the last cast, since every rank overwrites its masters now."""
@@ -642,7 +642,7 @@ class CastPlan(Plan):
         if not all(map(operator.is_, map(_state_of, self.weights), self._states)):
             # `torch.utils.swap_tensors` has exchanged the storage of weights, and records nothing.
             self.validity.moved()
-        if self._places != self.validity.places or self._tables.snapshot.has_moved():
+        if self._storage_version != self.validity.storage_version or self._tables.snapshot.has_moved():
             self._partition.check_again()
             if any(w.state.validity is not self.validity for w in self.weights):
                 self._step_hooks.check_unclaimed()
@@ -661,7 +661,7 @@ class CastPlan(Plan):
         self._tables = CastTables.of(self._partition, self._cast_indices, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         # The next cast compares these, to find out whether a weight has moved (`_follow`).
-        self._places, self._states = self.validity.places, list(map(_state_of, self.weights))
+        self._storage_version, self._states = self.validity.storage_version, list(map(_state_of, self.weights))
 
 
 @dataclass(frozen=True)
@@ -724,7 +724,7 @@ class CastTables:
                 number, position = divmod(element, rows * columns)
                 matrix = shard.matrices()[number]
                 table = boundary.of(shard.weight)
-                row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
+                row = table.add(matrix.weight, amax_offsets_of_matrix(fmt, shape, amaxes.offsets[index], number))
                 table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
         owned = [*of_device.freeze(), *of_cpu.freeze()]
         stepped = [table for table in owned if table.key.takes_updates and table.masters.tensors]

@@ -48,8 +48,8 @@ class SwitchPart:
         check: raises where a switch would be wrong now. Local.
         convert: gives the weights formats and storage. Local; it may run out of memory.
         recast: makes the bytes and all that depends on their addresses. Collective.
-        held: the objects that `convert` and `recast` change. Their attributes are restored if
-            anything raises.
+        changed_by_switch: the objects whose attributes `convert` and `recast` set. The attributes
+            are restored if anything raises.
     """
 
     groups: Sequence[Group]
@@ -58,7 +58,7 @@ class SwitchPart:
     check: Callable[[Formats], None]
     convert: Callable[[Formats], None]
     recast: Callable[[Formats], None]
-    held: Sequence[Any]
+    changed_by_switch: Sequence[Any]
 
     def changes(self, recipe: Recipe) -> dict[str, FormatSpec]:
         """Return the new formats of the weights whose format changes. Raises ValueError for a plain
@@ -122,7 +122,7 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
         return
     with contextlib.ExitStack() as stack:
         for part in parts:
-            stack.enter_context(_restored(part.held))
+            stack.enter_context(_restored(part.changed_by_switch))
         try:
             for part, formats in zip(parts, changes, strict=True):
                 part.convert(formats)

@@ -115,9 +115,9 @@ class StorageTable:
             self.followed.append(tensor)
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
-    def add_whole(self, tensor: Tensor) -> tuple[int, int]:
-        """Return (base index, 0) of a flat tensor that is a base by itself, so that others of its
-        size can be next to it.
+    def add_base(self, tensor: Tensor) -> tuple[int, int]:
+        """Return (base index, 0) of a flat tensor that becomes a base itself, in place of its full
+        storage. Parallel lists, such as gradients, then have bases of the same size.
         """
         check_storage("a master", tensor)
         self.tensors.append(tensor)
@@ -185,13 +185,13 @@ class WeightTable:
 
     # -- rows
 
-    def add_row(self, shape: Block, place: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
+    def add_row(self, shape: Block, amax_offsets: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
         """Append a row without addresses for a matrix. Return the row, to be filled in.
 
         Args:
             shape: the rows and columns of the matrix.
-            place: the offsets in the packed amaxes of its rowwise amaxes, and of its columnwise
-                amaxes if it has a separate columnwise grid.
+            amax_offsets: the offsets in the packed amaxes of its rowwise amaxes, and of its
+                columnwise amaxes if it has a separate columnwise grid.
             group: the parameter group.
             shared: the offset in the packed amaxes of the amax that the weight shares with others.
                 -1 for none.
@@ -199,7 +199,7 @@ class WeightTable:
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = shape
         row[Column.START] = row[Column.NUMEL] = 0
-        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place[0], place[-1]
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = amax_offsets[0], amax_offsets[-1]
         if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
             row[Column.SHARED_AMAX] = shared
         self._rows.append(row)
@@ -207,12 +207,12 @@ class WeightTable:
         return row
 
     def add(
-        self, weight: QuantizedWeight, place: Sequence[int] = (0, 0), group: int = 0, shared: int = -1
+        self, weight: QuantizedWeight, amax_offsets: Sequence[int] = (0, 0), group: int = 0, shared: int = -1
     ) -> list[int]:
         """Append a weight that is stored as one matrix, of which this rank owns nothing. Return its
         row, for `set_span`.
         """
-        row = self.add_row(weight.matrix_shape, place, group, shared)
+        row = self.add_row(weight.matrix_shape, amax_offsets, group, shared)
         for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
             # A tensor without elements represents codes that are not kept.
@@ -221,7 +221,7 @@ class WeightTable:
         return row
 
     def add_shard(
-        self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
+        self, shard: MasterShard, amax_offsets: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
     ) -> None:
         """Append a weight with the elements of it that this rank owns, a row for each matrix that
         it is stored in. `flag` is the offset of the number that becomes 1 if its master is not
@@ -229,7 +229,7 @@ class WeightTable:
         """
         matrices = shard.matrices()
         for number, matrix in enumerate(matrices):
-            of_matrix = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
+            of_matrix = amax_offsets_of_matrix(shard.weight.format, shard.weight.shape, amax_offsets, number)
             row = self.add(matrix.weight, of_matrix, group, shared)
             row[Column.NOT_FINITE] = flag
             if matrix.master is not None:
@@ -242,7 +242,7 @@ class WeightTable:
         master: Tensor,
         shape: Sequence[int],
         span: Span,
-        place: Sequence[int],
+        amax_offsets: Sequence[int],
         group: int,
         flag: int,
         codes: Tensor | None = None,
@@ -251,15 +251,15 @@ class WeightTable:
         for `adam_each`. A pass that casts needs its own `codes`, u8. For FusedAdamW, like
         `add_span`. Plans call `add_shard`.
         """
-        at = self.masters.add_whole(master)
+        at = self.masters.add_base(master)
         stored = None if codes is None else self.buffers["rowwise_data"].add(codes)
-        self.add_span(shape, span, place, flag, *at, group, stored)
+        self.add_span(shape, span, amax_offsets, flag, *at, group, stored)
 
     def add_span(
         self,
         shape: Sequence[int],
         span: Span,
-        place: Sequence[int],
+        amax_offsets: Sequence[int],
         flag: int,
         base: int,
         offset: int,
@@ -273,7 +273,7 @@ class WeightTable:
         _, matrix = stored_matrices(fmt, shape)
         first, _ = byte_range(fmt, shape, span, nominal)
         for number, own, before in split_by_matrix(fmt, shape, span):
-            row = self.add_row(matrix, place_of_matrix(fmt, shape, place, number), group)
+            row = self.add_row(matrix, amax_offsets_of_matrix(fmt, shape, amax_offsets, number), group)
             row[Column.NOT_FINITE] = flag
             row[Column.START], row[Column.NUMEL] = own.start, own.numel
             row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + before
@@ -331,7 +331,7 @@ class WeightTable:
         followed = itertools.chain.from_iterable(storages.followed for storages in self.buffers.values())
         self.snapshot = StorageSnapshot(self.masters.followed, followed)
         by_argument = {argument: buffers[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
-        checks.know(self.table, {"masters": masters, **by_argument})
+        checks.remember_checked(self.table, {"masters": masters, **by_argument})
         self._bind_stages()
         return self
 
@@ -346,12 +346,12 @@ class WeightTable:
     def _storages(self) -> list[StorageTable]:
         return [self.masters, *self.buffers.values()]
 
-    # -- parts of this table: block rows that only this rank owns, and rows that a boundary splits
+    # -- parts of this table: block rows that only this rank owns, and block rows that are split
 
     @cached_property
-    def rest_of_rows(self) -> "WeightTable | None":
-        """The owned elements in rows of exchange blocks that a boundary splits, whose codes wait
-        for reduced amaxes; None without any.
+    def split_rows(self) -> "WeightTable | None":
+        """The owned elements of the block rows that a boundary between ranks splits, whose codes
+        need the reduced amaxes. None if there are none.
         """
 
         def around_whole_rows(matrix: Block, span: Span) -> Sequence[Span]:
@@ -409,15 +409,15 @@ class WeightTable:
             self._compute_scales(packed=packed, skip=skip)
 
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
-        """Write the codes that `measure` has left, by reduced amaxes, and round moments of groups
-        that several ranks have parts of.
+        """Write the codes that `measure` did not write, with scales from the reduced amaxes, and
+        round the moments of cut groups (`CutGroups`).
         """
         casts = False
         if update is not None and self.key.takes_updates:
             casts = self._casts_in_one_pass
             if update.groups is not None:
                 self.finish_moments(update.inputs, packed, skip)
-        rest = self.rest_of_rows if casts else self
+        rest = self.split_rows if casts else self
         if rest and rest.masters.tensors:
             rest._partial_cast(packed=packed, skip=skip)
 
@@ -436,19 +436,19 @@ class WeightTable:
         self._transpose()
 
     def adam_each(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None, casts: bool = False) -> None:
-        """Step masters that have separate gradients and moments, as large as they are, by Adam.
-        Their amaxes go into `packed`.
+        """Take a step of Adam, with a gradient and moments for each base of the masters, of its
+        size. Write the amaxes of the new masters into `packed`.
 
-        If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
-        writes the codes of the block rows that this rank owns completely. `rest_of_rows` get their
-        codes once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments`
-        follows.
+        With `casts` the same pass writes the codes of the block rows that this rank owns
+        completely, for a format with `FormatSpec.casts_in_one_pass`; the codes of `split_rows` need
+        the reduced amaxes. With moments in 8 bits (`inputs.groups`) call `finish_moments`
+        afterwards.
         """
         state, groups = _arguments_of(inputs, packed, skip), inputs.groups
         if not casts and groups is None:
             self._adam_amax(**state)
             return
-        whole_rows, others = (self._whole_rows, self.rest_of_rows) if casts else (None, self._owned)
+        whole_rows, others = (self._whole_rows, self.split_rows) if casts else (None, self._owned)
         if groups is None:
             if whole_rows:
                 whole_rows._adam_cast(**state)
@@ -461,8 +461,8 @@ class WeightTable:
             others._adam_8bit(**state, **others._of_groups(groups), cut_largest=groups.cut_largest, finishes=False)
 
     def finish_moments(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None) -> None:
-        """Round the moments of groups that several ranks have parts of, once their largest values
-        were reduced. The arguments are as in `adam_each`.
+        """Round the moments of cut groups, once their largest values were reduced. The arguments
+        are as in `adam_each`.
         """
         state, groups = _arguments_of(inputs, packed, skip), inputs.groups
         if groups is not None and self._owned and groups.cut_largest.numel():
@@ -480,7 +480,7 @@ class WeightTable:
             rows = [_piece_of(in_order, row) for row in self._rows]
             pieces = torch.tensor(rows, dtype=torch.int64).to(self.device)
             bases = {"masters": self.masters.tensors, "tables": [self.table]}
-            checks.know(pieces, {**bases, "row_data": self.buffers["rowwise_data"].tensors})
+            checks.remember_checked(pieces, {**bases, "row_data": self.buffers["rowwise_data"].tensors})
             self._pieces_of = groups.pieces, pieces
         return self._pieces_of[1]
 
@@ -516,24 +516,26 @@ def _arguments_of(inputs: AdamInputs, packed: Tensor, skip: Tensor | None) -> di
     return arguments
 
 
-def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:
-    """Return the offsets of the amaxes of one of the matrices that a weight is stored in; the first
-    one has the weight's offsets.
+def amax_offsets_of_matrix(
+    fmt: FormatSpec, shape: Sequence[int], amax_offsets: Sequence[int], number: int
+) -> tuple[int, int]:
+    """Return the offsets of the rowwise and columnwise amaxes of matrix `number` of a weight of
+    `shape` whose amaxes begin at `amax_offsets`.
     """
     _, matrix = stored_matrices(fmt, shape)
     rowwise, columnwise = amax_counts(fmt, *matrix)
-    return place[0] + number * rowwise, place[-1] + number * columnwise
+    return amax_offsets[0] + number * rowwise, amax_offsets[-1] + number * columnwise
 
 
 _place = operator.itemgetter(Piece.BASE, Piece.OFFSET)
 
 
 def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
-    """Return the piece of an update's moments for a row of a table, or its part of a piece, if the
-    row is one of several matrices that a weight is stored in, or some block rows. Either begins
-    with a group of moments.
+    """Return the piece that describes the moments of a `row` of a table. If the row is only one of
+    the matrices of a weight, or some of its block rows, that is the part of a piece for these
+    elements; it begins with the first element of a group of moments.
 
-    `pieces` are in the order of their offsets.
+    `pieces` are sorted by base and offset.
     """
     place = row[Column.MASTER_BASE], row[Column.MASTER_OFFSET]
     index = bisect.bisect_right(pieces, place, key=_place) - 1

@@ -21,7 +21,7 @@ from zerocast.checkpoint.checkpointed import Checkpointed
 from zerocast.checkpoint.store import Location
 
 # The number of runs that are remembered for each folder.
-MOST_RUNS = 16
+MAX_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Runs:
         previous = self._find(trained)
         if previous is not None:
             has_saved |= previous.has_saved
-        self._runs = [run for run in self._runs if run is not previous][-MOST_RUNS:]
+        self._runs = [run for run in self._runs if run is not previous][-MAX_RUNS:]
         self._runs.append(_Run(trained, lineage, has_saved))
 
     def _find(self, trained: TrainedParameters) -> _Run | None:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NAME = MANIFEST
 CHUNK = 2**20
 # The largest manifest that is read, enough for a million files.
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 # The names of calls in the error that is raised if ranks make different ones.
 SAVES = "saves a checkpoint"
 LOADS = "loads a checkpoint"
@@ -136,7 +136,7 @@ class Manifest:
 
     @staticmethod
     def _of_file(path: Location) -> "Manifest":
-        content = read_bounded(path, MOST_BYTES)
+        content = read_bounded(path, MAX_BYTES)
         try:
             fields = json.loads(content)
             recorded = fields.pop("sha256", None)

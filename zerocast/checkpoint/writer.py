@@ -33,7 +33,7 @@ WATCHED = 5.0
 # Seconds without a touch after which a writer counts as dead.
 SILENCE = 15.0
 # The largest record of a process that is read.
-MOST_BYTES = 2**12
+MAX_BYTES = 2**12
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def read_record(path: Location) -> dict[str, Any]:
     is missing or damaged.
     """
     try:
-        record = json.loads(read_bounded(path, MOST_BYTES))
+        record = json.loads(read_bounded(path, MAX_BYTES))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -252,7 +252,7 @@ def _who(record: dict[str, Any]) -> str:
 def _process(pid: int) -> Writer:
     boot = namespace = ""
     with contextlib.suppress(OSError):
-        boot = read_bounded(Path("/proc/sys/kernel/random/boot_id"), MOST_BYTES).decode().strip()
+        boot = read_bounded(Path("/proc/sys/kernel/random/boot_id"), MAX_BYTES).decode().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     return Writer(socket.gethostname(), boot, namespace, pid, _started(pid))
 
@@ -260,7 +260,7 @@ def _process(pid: int) -> Writer:
 def _started(pid: int) -> str:
     """Return the start time of a process of this host; empty if it does not run or is a zombie."""
     try:
-        fields = read_bounded(Path(f"/proc/{pid}/stat"), MOST_BYTES).rpartition(b")")[2].split()
+        fields = read_bounded(Path(f"/proc/{pid}/stat"), MAX_BYTES).rpartition(b")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
+from zerocast.bench.config import MAX_SECONDS, MAX_SEED, check_range
 from zerocast.footprint.model_files import presets
 
 # The names of dtypes of masters and of nominal weights.
@@ -48,9 +48,9 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
-        check_range("seconds", self.seconds, 0, MOST_SECONDS)
+        check_range("seconds", self.seconds, 0, MAX_SECONDS)
         if self.seed is not None:
-            check_range("seed", self.seed, 0, MOST_SEED)
+            check_range("seed", self.seed, 0, MAX_SEED)
 
 
 @dataclass(frozen=True)

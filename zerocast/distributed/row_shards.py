@@ -35,7 +35,7 @@ CODES = "rowwise_data", "columnwise_data"
 SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
 # A rank keeps up to this number of bytes of codes between gathers unless `keep_codes` is given. For
 # so few the launches of casts for each gather cost more than the memory is worth.
-MOST_KEPT = 64 * 2**20
+MAX_KEPT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

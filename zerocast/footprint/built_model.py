@@ -11,7 +11,7 @@ from zerocast.quantize import NO_PRODUCT
 from zerocast.serve.stored_model import class_of, config_of, on_meta
 
 # The most layers that are built, so that a typing error is reported.
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 # The names of modules whose weights choose experts. These stay in the dtype of the model.
 ROUTERS = ("gate", "router", "shared_expert_gate")
 NEXT_LAYERS = "num_nextn_predict_layers"
@@ -31,8 +31,8 @@ def read_config(path: Path) -> Model:
 def build(config: Any) -> Model:
     """Build the model of a PreTrainedConfig."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
-    if layers > MOST_LAYERS:
-        raise ValueError(f"it has {layers:,} layers, and {MOST_LAYERS:,} are the most that are built")
+    if layers > MAX_LAYERS:
+        raise ValueError(f"it has {layers:,} layers, and {MAX_LAYERS:,} are the most that are built")
     model = on_meta(config, class_of(config))
     unbuilt = getattr(config, NEXT_LAYERS, 0)
     not_counted = f"the layer for multi-token prediction ({NEXT_LAYERS})" if unbuilt else ""

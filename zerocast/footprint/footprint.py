@@ -17,7 +17,7 @@ OPTIMIZERS = ("adamw", "muon")
 # ZeroMuon's default number of Newton-Schulz steps.
 NS_STEPS = 5
 # With more ranks, the padding of buckets would be most of the memory.
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Setup:
             )
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
-        if self.ranks > MOST_RANKS:
-            raise ValueError(f"ranks must be at most {MOST_RANKS:,}, got {self.ranks:,}")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks must be at most {MAX_RANKS:,}, got {self.ranks:,}")
         if self.parallel == "hsdp" and (self.shard_ranks < 1 or self.ranks % self.shard_ranks):
             raise ValueError(f"hsdp shards {self.ranks} ranks in groups of equal size, not of {self.shard_ranks}")
 

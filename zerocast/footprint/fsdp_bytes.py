@@ -13,7 +13,7 @@ norm of gradients.
 import functools
 from collections.abc import Sequence
 
-from zerocast.distributed.row_shards import MOST_KEPT, RowShards, ShardGeometry, weight_layout
+from zerocast.distributed.row_shards import MAX_KEPT_BYTES, RowShards, ShardGeometry, weight_layout
 from zerocast.footprint.model_files import ROOT
 from zerocast.footprint.weight_bytes import (
     FP32,
@@ -58,7 +58,7 @@ def fsdp(
     packed = _cut_amaxes(weights, shards)
     codes = [sum(_codes(weight, shards) for weight in quantized(members)) for members in units.values()]
     # If not all codes are in memory, the codes of the largest unit are while it is gathered.
-    keeps_codes = shards == 1 or sum(codes) <= MOST_KEPT
+    keeps_codes = shards == 1 or sum(codes) <= MAX_KEPT_BYTES
     not_kept = 0 if keeps_codes else sum(codes) - max(codes)
     memory = {
         "weights": sum(_sent(weight, shards) for weight in weights) - not_kept + unsharded,

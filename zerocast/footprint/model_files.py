@@ -56,9 +56,9 @@ class Model(NamedTuple):
 
 
 # The largest file that is read.
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 # The most parameters of a model, so that a typing error in a count is reported.
-MOST_PARAMETERS = 250_000
+MAX_PARAMETERS = 250_000
 PRESET_FILE = Path(__file__).with_name("presets.json")
 
 
@@ -82,7 +82,7 @@ def read_model(name: str) -> Model:
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(read_bounded(file, MOST_BYTES))
+        content = json.loads(read_bounded(file, MAX_BYTES))
     except FileNotFoundError:
         if path.is_dir():
             raise ValueError(f"{name} has no config.json") from None
@@ -104,7 +104,7 @@ def read_model(name: str) -> Model:
 
 def listed(content: Mapping[str, Any]) -> Model:
     """Return the model of a list. KeyError, TypeError or ValueError for one that is malformed."""
-    parameters = itertools.islice(_expanded(content["parameters"]), MOST_PARAMETERS + 1)
+    parameters = itertools.islice(_expanded(content["parameters"]), MAX_PARAMETERS + 1)
     return Model(list(parameters), content.get("not_counted", ""))
 
 
@@ -116,8 +116,8 @@ def _built(file: Path) -> Model:
 
 
 def _check(parameters: Sequence[Parameter]) -> None:
-    if len(parameters) > MOST_PARAMETERS:
-        raise ValueError(f"it has more than {MOST_PARAMETERS:,} parameters")
+    if len(parameters) > MAX_PARAMETERS:
+        raise ValueError(f"it has more than {MAX_PARAMETERS:,} parameters")
     if not parameters or any(min(parameter.shape, default=1) < 1 for parameter in parameters):
         raise ValueError("a model has parameters, and those have elements")
 

@@ -191,7 +191,7 @@ def moment_bytes(numel: int, groups: int, config: PlannedConfig) -> int:
 def cut_groups(count: int, ranks: int, config: PlannedConfig) -> list[Collective]:
     """Return the all-reduce of the largest moments of groups that ranks share, if there are any."""
     is_reduced = count and ranks > 1 and config.moment_dtype == "8bit"
-    return [all_reduce("shared groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
+    return [all_reduce("cut groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
 
 
 def amax_bytes(parameters: Iterable[Planned], ranks: int) -> int:

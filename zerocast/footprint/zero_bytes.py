@@ -141,7 +141,7 @@ def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: Planned
 
 
 def _cut_groups(buckets: Sequence[Bucket]) -> int:
-    """Return the number of groups of moments that several ranks have parts of."""
+    """Return the number of cut groups of moments (`zerocast.optim.moments_8bit`)."""
     slots = [(bucket, slot) for bucket in buckets if not bucket.storage.single_owner for slot in bucket.slots]
     return sum(len(cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])) for bucket, slot in slots)
 

@@ -124,8 +124,7 @@ class Adam8bitPass(AdamPass):
 
     Args:
         eight_bit: the moments.
-        cut_groups: the groups of these shards that several ranks have parts of, with their largest
-            values. None without such groups.
+        cut_groups: the cut groups of these shards. None if there are none.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Adam8bitPass(AdamPass):
             check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
             codes_of_all.append(own_codes)
         self._scales.append(moments.scales)
-        base, _ = self._table.masters.add_whole(master)
+        base, _ = self._table.masters.add_base(master)
         stored = None if shard.codes is None else self._table.buffers["rowwise_data"].add(shard.codes)
         for row in moments.rows:
             piece = row.copy()

@@ -98,7 +98,7 @@ class CastGroup:
             # The tables of the block rows that a boundary between shards splits, for weights whose
             # other codes a step has written.
             self._split_rows_of = TableCache(
-                lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
+                lambda names: [table.split_rows for table in tables(of=names) if table.split_rows]
             )
             self._tables = self._tables_without.tables_for(frozenset())
         finally:
@@ -222,16 +222,16 @@ class CastGroup:
         for _, gather_cast in self._gather_casts:
             gather_cast.has_masters = is_readable
 
-    def stamp(self, generation: int | None) -> None:
-        """Write the headers of cast number `generation`, without waiting for the device. None
-        means the number after that of the last cast, since a graph counts its casts on the device.
+    def stamp(self, cast_number: int | None) -> None:
+        """Write the headers of a cast, without waiting for the device. In a CUDA graph, which
+        counts its casts on the device, `cast_number` is None: one more than in the last headers.
         """
         flags = self.amaxes.flags.long().unsqueeze(1)
         self._headers[:, :1] = self._statuses_by_flag.gather(1, flags)
-        if generation is None:
+        if cast_number is None:
             self._headers[:, 1] += 1
         else:
-            self._headers[:, 1].fill_(generation)
+            self._headers[:, 1].fill_(cast_number)
         self._send_words.index_copy_(0, self._header_offsets, self._headers.view(-1))
 
     def statuses(self) -> list[ShardStatus]:

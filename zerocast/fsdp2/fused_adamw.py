@@ -295,7 +295,7 @@ class FusedAdamW(torch.optim.Optimizer):
         is_shared = any(manager.plan.has_peers for manager in self._managers)
         for validity in self.validities if is_shared else ():
             if not validity.partial:
-                validity.broke_off(f"an optimizer step ({error})")
+                validity.failed_partway(f"an optimizer step ({error})")
         return is_shared
 
     def join_collectives(self) -> None:
@@ -435,7 +435,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 self._eight_bit.load(loaded, steps_taken([*loaded.values()]))
             except BaseException:
                 # Some moments are loaded, others are zeros.
-                validity_of(self).broke_off("a load")
+                validity_of(self).failed_partway("a load")
                 raise
         for parameter, moments in loaded.items():
             moments["step"] = torch.as_tensor(moments["step"]).to(torch.float32, copy=True)

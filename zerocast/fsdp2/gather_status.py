@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 # The number of unread forward passes and gathers at which the CPU reads the oldest headers. A loop
 # without optimizer steps reaches it.
-MOST_PASSES = 16
-MOST_GATHERS = 1024
+MAX_PASSES = 16
+MAX_GATHERS = 1024
 # The time that a process that ends waits for headers that are being copied to the CPU.
 EXIT_SECONDS = 1.0
 
@@ -52,8 +52,8 @@ class GatherStatus:
     Attributes:
         problem: the reason why this rank could not make the last cast, for its error. None if it
             could.
-        is_overlooked: True inside `overlooked`: errors of earlier casts are not raised, since the
-            caller is about to overwrite all masters.
+        ignores_errors: True inside `ignoring_errors`: errors of earlier casts are not raised, since
+            the caller is about to overwrite all masters.
     """
 
     def __init__(self, validity: Validity) -> None:
@@ -70,7 +70,7 @@ class GatherStatus:
         self._not_finite: dict[str, int] = {}
         # The number of the last cast for which an error has reported masters that are not finite.
         self._reported_cast = 0
-        self.is_overlooked = False
+        self.ignores_errors = False
 
     def compare_headers(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
         """Return True if all ranks that have rows of some weight have written to its masters since
@@ -95,12 +95,12 @@ class GatherStatus:
         return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
 
     def exchange(
-        self, names: Sequence[str], statuses: Sequence[ShardStatus], generation: int, group: Group, device: str
+        self, names: Sequence[str], statuses: Sequence[ShardStatus], cast_number: int, group: Group, device: str
     ) -> bool:
         """Compare statuses as `compare_headers` does, by one all-gather of them, for weights whose
         headers no gather has sent. Collective over `group`, on devices of type `device`.
         """
-        here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
+        here = torch.tensor([RankReport(status, cast_number) for status in statuses], dtype=torch.int32)
         if device != "cpu":
             here = here.pin_memory().to(device, non_blocking=True)
         headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
@@ -184,13 +184,13 @@ class GatherStatus:
         """
         self._unsent.append((names, headers))
         _unread.add(self)
-        if len(self._unsent) > MOST_GATHERS:
+        if len(self._unsent) > MAX_GATHERS:
             self.end_pass()
 
     def end_pass(self) -> None:
         """Called at the end of a forward pass. Starts the copy of its headers to the CPU."""
         self._send()
-        while len(self._sent) > MOST_PASSES:
+        while len(self._sent) > MAX_PASSES:
             self._read_oldest()
 
     def next_step(self) -> None:
@@ -207,7 +207,7 @@ class GatherStatus:
         """Raise RuntimeError on every rank, once per cast, if compared headers have reported
         masters that were NaN or Inf.
         """
-        if self._not_finite and not self.is_overlooked:
+        if self._not_finite and not self.ignores_errors:
             names = list(self._not_finite)
             self._reported_cast = max(self._not_finite.values())
             self._not_finite.clear()
@@ -226,17 +226,17 @@ class GatherStatus:
         self._not_finite.clear()
 
     @contextlib.contextmanager
-    def overlooked(self) -> Iterator[None]:
+    def ignoring_errors(self) -> Iterator[None]:
         """While the context is open, raise no error of earlier casts. For code that is about to
         overwrite the masters on all ranks, such as a load. Headers that are unread now are compared
         after the context, unless the caller overwrites the masters and calls `forget`.
         """
         sent, unsent = list(self._sent), self._unsent
-        self._sent, self._unsent, self.is_overlooked = deque(), [], True
+        self._sent, self._unsent, self.ignores_errors = deque(), [], True
         try:
             yield
         finally:
-            self.is_overlooked = False
+            self.ignores_errors = False
             self._sent.extendleft(reversed(sent))
             self._unsent = [*unsent, *self._unsent]
 

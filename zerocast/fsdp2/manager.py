@@ -108,10 +108,10 @@ class CastManager:
 
     @property
     def casts(self) -> tuple[int, bool]:
-        """The number of casts so far, and True if the next gather casts. Exports of live weights
-        compare it to detect a cast.
+        """(The number of the last cast, True if the next gather casts.) Exports of live weights
+        compare this value to detect a cast.
         """
-        return self.plan.generation, self._due is not DueCast.NONE
+        return self.plan.cast_number, self._due is not DueCast.NONE
 
     # -- casts
 
@@ -260,7 +260,7 @@ class CastManager:
             check=self._check_switch,
             convert=self._convert,
             recast=lambda formats: None,
-            held=[self, self.plan, *self.weights, *groups, *(weight.param() for weight in self.weights)],
+            changed_by_switch=[self, self.plan, *self.weights, *groups, *(weight.param() for weight in self.weights)],
         )
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
@@ -297,7 +297,7 @@ class CastManager:
         """
         self.before_gather()
         # This collective is skipped on all ranks or on none, since all are in the same call.
-        if not self.plan.status.is_overlooked:
+        if not self.plan.status.ignores_errors:
             self.plan.exchange_finite()
         self.check(Use.SAVE)
         state: dict[str, dict[str, Tensor]] = {}
@@ -371,7 +371,7 @@ class CastManager:
             for weight in self.weights:
                 weight.mark_readable()
         # A gather of other groups may have made another cast of written masters.
-        param_groups.gather_again_if_stale(gathered, plan.generation, is_written)
+        param_groups.gather_again_if_stale(gathered, plan.cast_number, is_written)
 
     # -- verification
 

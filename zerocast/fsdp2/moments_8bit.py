@@ -37,8 +37,8 @@ class ShardedMoments:
         sharing = mesh, dims = _sharing(parameter)
         if sharing not in self._cut_groups:
             groups = [] if mesh is None else [Group.of(mesh.get_group(dim)) for dim in dims]
-            wire = mesh.device_type if mesh else None
-            self._cut_groups[sharing] = CutGroups(0, groups, parameter.device, wire)
+            comm_device_type = mesh.device_type if mesh else None
+            self._cut_groups[sharing] = CutGroups(0, groups, parameter.device, comm_device_type)
         shape = tuple(parameter.shape) or (1,)
         numbers = _cut_groups(parameter, shape)
         first = self._cut_groups[sharing].grow(len(numbers))

@@ -136,7 +136,7 @@ class ParamGroup:
         before FSDP2 takes the bytes of any weight. Codes that casts do not keep are cast here, for
         this gather only.
         """
-        cast_number = self._manager.plan.generation
+        cast_number = self._manager.plan.cast_number
         self._write_headers(cast_number)
         codes: Sequence[Sequence[Tensor]] = [()] * len(self._buffer_outputs)
         if self.cast_codes is not None:
@@ -216,9 +216,9 @@ class ParamGroup:
         assert self.metadata is not None
         manager = self._manager
         # Another gather may have made that cast already.
-        if self._compare_headers() and self.sent_cast == manager.plan.generation:
+        if self._compare_headers() and self.sent_cast == manager.plan.cast_number:
             manager.cast_again()
-        if self.sent_cast != manager.plan.generation:
+        if self.sent_cast != manager.plan.cast_number:
             self._gather_bytes_again()
             self._compare_headers()
         weights = self.weights

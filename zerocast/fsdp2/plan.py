@@ -19,7 +19,7 @@ from zerocast.cast.plan import Plan
 from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.distributed.rank_report import ShardStatus
-from zerocast.distributed.row_shards import MOST_KEPT, InnerShards, RowShards, weight_layout
+from zerocast.distributed.row_shards import MAX_KEPT_BYTES, InnerShards, RowShards, weight_layout
 from zerocast.formats.layout import Span, matrix_shape
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_layout import ReductionGroup
@@ -48,8 +48,8 @@ class ShardPlan(Plan):
         verify_every: as in `prepare`, which sets it, for ranks to compare. Fixed.
         names: the first name of each prepared weight, keyed by all of its names. Fixed after
             `prepare`.
-        generation: the number of casts so far. The same on all ranks, or gathers raise.
-            `Validity.casts` of a weight counts its gathers instead.
+        cast_number: the number of the last cast, counted from 1; 0 before the first. The same on
+            all ranks, or gathers raise. (`Validity.casts` of a weight counts its gathers instead.)
         validity: the validity of all masters together, which records steps and loads that failed
             partway. Fixed.
         status: compares the headers of gathers. Fixed.
@@ -89,7 +89,7 @@ class ShardPlan(Plan):
         # The delayed scaling of each weight that has it, by name. It belongs to the last cast group
         # of the weight, and the next cast group continues from its state.
         self._scaling: dict[str, DelayedScaling] = {}
-        self.generation = 0
+        self.cast_number = 0
         self.replica_only_casts: int | None = 0
         self.written: set[str] = set()
         # The value of `written` at the last cast.
@@ -155,7 +155,7 @@ class ShardPlan(Plan):
         """
         if debugging():
             for reduction, _ in self.reductions:
-                check_same_call(reduction.group, f"{what} after cast {self.generation}")
+                check_same_call(reduction.group, f"{what} after cast {self.cast_number}")
 
     def _announce(self, detail: str) -> None:
         # Ranks report errors in the headers of gathers, which the next step reads before it casts.
@@ -168,7 +168,7 @@ class ShardPlan(Plan):
             self._must_bind = True
         self.bind()
         self.addresses.check_memory()
-        self._caller.number = self.generation + 1
+        self._caller.number = self.cast_number + 1
         self.forget_old_amaxes()
 
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
@@ -204,7 +204,7 @@ class ShardPlan(Plan):
         for group in self.cast_groups:
             self._set_replica_flags(group, is_refused=self.validity.partial is not None)
             group.cast(repeat)
-            group.stamp(None if in_graph else self.generation + 1)
+            group.stamp(None if in_graph else self.cast_number + 1)
 
     def done(self, *, repeat: bool = False) -> None:
         """Do the CPU's part of a cast, after the device's part was launched."""
@@ -232,7 +232,7 @@ class ShardPlan(Plan):
         for group in self.cast_groups:
             self._set_replica_flags(group, is_refused=True)
             group.join_collectives()
-            group.stamp(self.generation + 1)
+            group.stamp(self.cast_number + 1)
         self._count_cast()
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ class ShardPlan(Plan):
         group.amaxes.replica_only_casts = self.replica_only_casts
 
     def _count_cast(self) -> None:
-        self.generation += 1
+        self.cast_number += 1
         if self.replica_only_casts is not None:
             self.replica_only_casts = 0
 
@@ -357,7 +357,7 @@ class ShardPlan(Plan):
             return True
         if self.keep_codes is not None:
             return self.keep_codes
-        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
+        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MAX_KEPT_BYTES
 
     def rebuild(self, changed: Sequence[str]) -> None:
         """Build cast groups after the weights `changed` have got new formats. Local."""
@@ -484,7 +484,7 @@ class ShardPlan(Plan):
     def _unsent_cast_statuses(self) -> Iterator[StatusesOfReduction]:
         for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True):
             weights = group.weights
-            if all(weight.group.sent_cast == self.generation for weight in weights):
+            if all(weight.group.sent_cast == self.cast_number for weight in weights):
                 continue
             is_partial = self.validity.partial is not None
             yield reduction, weights, [ShardStatus.PARTIAL] * len(weights) if is_partial else group.statuses()
@@ -513,7 +513,7 @@ class ShardPlan(Plan):
             sent = statuses if problem is None else [ShardStatus.REFUSED] * len(statuses)
             names = [weight.name for weight in weights]
             try:
-                written = self.status.exchange(names, sent, self.generation, reduction.group, reduction.device)
+                written = self.status.exchange(names, sent, self.cast_number, reduction.group, reduction.device)
             except InvalidWeights as error:
                 problem = problem or error
             else:

@@ -524,7 +524,7 @@ def _propagate_partial_state(optimizer: Optimizer, managers: Iterable[CastManage
     """
     for manager in managers:
         if not manager.plan.validity.partial:
-            manager.plan.validity.broke_off("an optimizer step")
+            manager.plan.validity.failed_partway("an optimizer step")
     join_collectives: Callable[[], None] = getattr(optimizer, "join_collectives", lambda: None)
     join_collectives()
     _after_step(optimizer)

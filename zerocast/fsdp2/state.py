@@ -140,7 +140,7 @@ class TrainingState:
         """Return the tensors of `state_dict` for a reader that fills them, also after a write that
         failed partway. Moments that no step has made yet are made as those that are `kept`.
         """
-        with _overlooked(self._validities(), self._managers()):
+        with _ignoring_errors(self._validities(), self._managers()):
             return self._as_dict(kept)
 
     def _as_dict(self, kept: SavedMoments | None) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class TrainingState:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError or KeyError, on this rank only, for a state that does not fit."""
-        with _overlooked(self._validities(), self._managers()):
+        with _ignoring_errors(self._validities(), self._managers()):
             # Shards parameters that are gathered.
             self._model.state_dict()
         saved, moments = state["model"], state["optim"]["state"]
@@ -337,7 +337,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     """
     managers = managers_of(model)
     validities = [validity_of(model), *(manager.plan.validity for manager in managers)]
-    with _overlooked(validities, managers):
+    with _ignoring_errors(validities, managers):
         # Shards parameters that are gathered.
         state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
@@ -360,13 +360,13 @@ def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity]
         yield
 
 
-def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager]) -> contextlib.ExitStack:
+def _ignoring_errors(validities: Iterable[Validity], managers: Iterable[CastManager]) -> contextlib.ExitStack:
     """Allow reads of masters that are partial, or that ranks disagree about. It is for a reader
     that is going to overwrite everything on all ranks, unless that raises first.
     """
     stack = contextlib.ExitStack()
     for manager in managers:
-        stack.enter_context(manager.plan.status.overlooked())
+        stack.enter_context(manager.plan.status.ignoring_errors())
     for validity in validities:
         stack.enter_context(validity.reading_partial())
     return stack

@@ -178,7 +178,7 @@ class BucketBytes:
         if not self._quantized:
             return None
         validity = self._quantized[0].state.validity
-        return validity, validity.places
+        return validity, validity.storage_version
 
     def reclaim(self) -> None:
         """Move parameters back into their views, where the gather writes."""

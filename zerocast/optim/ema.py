@@ -296,7 +296,7 @@ class Averages:
                 try:
                     self._swap_out(exchange)
                 except BaseException:
-                    validity.broke_off("swapping an average out")
+                    validity.failed_partway("swapping an average out")
                     raise
                 finally:
                     self._swapped = False

@@ -22,7 +22,7 @@ from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.norm import GradientNorms
-from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
+from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, remove_reduced_gradient
 
 if TYPE_CHECKING:
     from zerocast.optim.gradients import GradientReducer
@@ -158,7 +158,7 @@ class GradientShard:
         """Remove the reduced gradients from their parameters."""
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is part:
-                take_off(parameter)
+                remove_reduced_gradient(parameter)
 
     def mark_all_changed(self) -> None:
         """Record that all elements have changed: advance `version` and drop cached norms."""

@@ -1,9 +1,9 @@
 """Moments8bit: the 8-bit moments of AdamW (docs/formats/moments_8bit.md) for this rank's parts of
 weights.
 
-The groups of elements that share a scale are defined on the full weight. If a shard boundary splits
-a group, the ranks reduce its largest values before they round its moments. So codes and scales
-equal the result of an unsharded step.
+The groups of elements that share a scale are defined on the full weight. A group that a shard
+boundary splits is a *cut group*: the ranks reduce its largest values before they round its moments.
+So codes and scales equal the result of an unsharded step.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class OwnedPart:
         spans: the runs of elements of the full weight, none of them empty.
         offset: the offset of the first element in the flat tensors. The others follow it.
         param_group: the row of Adam's scalars.
-        cut: the groups that other ranks also have elements of, with their index in CutGroups.
+        cut: the cut groups among its groups, with their index in CutGroups.
     """
 
     name: str
@@ -43,7 +43,7 @@ class OwnedPart:
 
 
 class CutGroups:
-    """The groups that shard boundaries split, with the same indices on all ranks.
+    """The cut groups of some weights, with the same indices on all ranks.
 
     Attributes:
         largest: f32 `[2, groups]`, the largest |m| and v of each in the current step.
@@ -52,14 +52,17 @@ class CutGroups:
         count: the number of groups.
         groups: the process groups over which values are reduced, one at a time.
         device: the device of the moments.
-        wire: the type of the device that the groups reduce on, by default the type of `device`.
+        comm_device_type: the type of the device that the groups reduce on, by default the type of
+            `device`.
             Moments of masters in CPU memory are on the CPU, while NCCL reduces on a GPU.
     """
 
-    def __init__(self, count: int, groups: Sequence[Group], device: torch.device, wire: str | None = None) -> None:
+    def __init__(
+        self, count: int, groups: Sequence[Group], device: torch.device, comm_device_type: str | None = None
+    ) -> None:
         self._groups = groups
         # The type of the device to copy the values to for a reduction. None if they are on it.
-        self._wire = None if wire in (None, device.type) else wire
+        self._comm_device_type = None if comm_device_type in (None, device.type) else comm_device_type
         self.largest = torch.zeros(2, count, dtype=torch.float32, device=device)
 
     def __len__(self) -> int:
@@ -78,11 +81,11 @@ class CutGroups:
     def reduce(self) -> None:
         """Reduce the largest values over the ranks. Collective if there are any."""
         if len(self):
-            on_wire = self.largest if self._wire is None else self.largest.to(self._wire)
+            to_reduce = self.largest if self._comm_device_type is None else self.largest.to(self._comm_device_type)
             for group in self._groups:
-                group.all_reduce_max(on_wire, "the largest moments of shared groups")
-            if on_wire is not self.largest:
-                self.largest.copy_(on_wire)
+                group.all_reduce_max(to_reduce, "the largest moments of cut groups")
+            if to_reduce is not self.largest:
+                self.largest.copy_(to_reduce)
 
     def join_collectives(self) -> None:
         """Take part in the reduction of a step that this rank cannot make."""
@@ -97,8 +100,8 @@ class Moments8bit:
         exp_avg, exp_avg_sq: codes, i8 and u8.
         scales: f32 `[2, groups]`, a row per moment, for all groups that this rank has elements of.
         rows: the rows (`Piece`) that describe the parts to the stage adam_8bit. Their base is 0.
-        cut_groups: holds the largest values of shared groups. A caller begins them before a step or
-            load, and reduces them before the second call of a load.
+        cut_groups: the cut groups. A caller calls `begin` before a step or a load, and `reduce`
+            between the two calls of `load`.
 
     Args:
         numel: the number of elements of the flat tensors.
@@ -146,7 +149,7 @@ class Moments8bit:
         return Span(first, stop), {"exp_avg_scale": self.scales[0, begun], "exp_avg_sq_scale": self.scales[1, begun]}
 
     def share_scales(self) -> None:
-        """Copy the scales of shared groups from the ranks on which they begin. Collective."""
+        """Copy the scales of cut groups from the ranks on which these groups begin. Collective."""
         # For the first and the last group of each piece: (index in `cut_groups`, or -1; index of
         # its scales; True if the group begins in the piece).
         end_groups: list[tuple[int, int, bool]] = []
@@ -167,8 +170,9 @@ class Moments8bit:
                 self.scales[:, scale_index] = self.cut_groups.largest[:, cut_index]
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int], finishes: bool) -> None:
-        """Store results of `values`, of all parameters. `counts` are the steps of each parameter
-        group. A second call `finishes` shared groups, after their largest values were reduced.
+        """Quantize and store f32 moments of all parameters, in the form that `values` returns. Call
+        it twice: first with `finishes=False`, then, after `cut_groups.reduce`, with True for the
+        moments of cut groups. `counts` are the steps of each parameter group.
         """
         state = self.exp_avg, self.exp_avg_sq, self.scales
         for name, pieces in self._pieces.items():

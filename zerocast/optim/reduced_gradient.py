@@ -197,7 +197,7 @@ class ReducedGradient(Tensor):
         return handler(*args, **(kwargs or {}))
 
 
-def take_off(parameter: Tensor) -> None:
+def remove_reduced_gradient(parameter: Tensor) -> None:
     """Replace a reduced gradient on the parameter by this rank's own gradient, or None. That is
     what autograd alone would have left there.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 COMMON = ("lr", "eps", "weight_decay")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # torch has the same limit.
-MOST_STEPS = 99
+MAX_STEPS = 99
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _is_betas(betas: Any) -> bool:
 
 
 def _is_step_count(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value <= MOST_STEPS
+    return isinstance(value, int) and 0 <= value <= MAX_STEPS
 
 
 def _are_coefficients(value: Any) -> bool:

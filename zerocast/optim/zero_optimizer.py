@@ -52,7 +52,7 @@ from zerocast.optim.gradient_shard import shard_dtype
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import GradientNorms, LibraryOrder, LogicalOrder
-from zerocast.optim.reduced_gradient import take_off
+from zerocast.optim.reduced_gradient import remove_reduced_gradient
 from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import STATE_WRITTEN, StateByName, ZeroState
@@ -248,7 +248,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._initialised_from_codes += [name for name, parameter, _ in named if _has_lost_masters(parameter)]
         masters.initialise()
         for _, parameter, _ in named:
-            take_off(parameter)
+            remove_reduced_gradient(parameter)
             if isinstance(parameter, QuantizedWeight) and self._config.grad_dtype is torch.float32:
                 # Backward passes then compute the weight gradient in FP32.
                 parameter.grad_dtype = torch.float32
@@ -530,7 +530,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             check=lambda formats: self._check_between_steps(Use.SWITCH),
             convert=self._weights.convert,
             recast=self._recast_switched,
-            held=[self._weights, self._driver, *self._plan.held],
+            changed_by_switch=[self._weights, self._driver, *self._plan.changed_by_switch],
         )
 
     def _check_between_steps(self, use: Use) -> None:

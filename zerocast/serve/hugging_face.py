@@ -51,7 +51,7 @@ FILES = (
     "vocab.txt",
 )
 # The largest size of such a file.
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 
 
 def write_hf(
@@ -208,11 +208,11 @@ def _config(stored: StoredModel, dtype: torch.dtype | None, quantization: Mappin
 def _given_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of the FILES in a folder, by name. No other file is read.
 
-    Raises ValueError if one is a FIFO, a device or larger than MOST_BYTES.
+    Raises ValueError if one is a FIFO, a device or larger than MAX_BYTES.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder of a model: files_from names one")
-    return {name: read_bounded(folder / name, MOST_BYTES) for name in FILES if (folder / name).exists()}
+    return {name: read_bounded(folder / name, MAX_BYTES) for name in FILES if (folder / name).exists()}
 
 
 # The description of weights of each format for compressed-tensors.

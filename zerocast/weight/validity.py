@@ -15,7 +15,7 @@ calls `check`. An event is recorded once for all weights, and a check compares n
                      average, casts of frameworks     it (`WeightState.check_recorded`)
                      and of FSDP2
     moved            a weight that is given storage   nothing; casts and gathers use the new storage
-    broke off        a `transaction` that raises      everything, until a transaction of as much
+    failed partway   a `transaction` that raises      everything, until a transaction of as much
                                                       completes
     a write runs     a `transaction` elsewhere        everything in other threads, until it returns
 
@@ -98,14 +98,14 @@ class _Writing:
     failed partway. All weights that are written together share one record.
 
     Attributes:
-        broke_off: the name of a write that failed partway, until another write completes.
-        broke_off_masters: True if that one wrote masters.
+        failed: the name of a write that failed partway, until another write completes.
+        failed_masters: True if that one wrote masters.
         thread: the thread that is writing; None between writes.
         what: the name of the last write, for errors.
     """
 
-    broke_off: str | None = None
-    broke_off_masters: bool = False
+    failed: str | None = None
+    failed_masters: bool = False
     thread: int | None = None
     what: str = ""
 
@@ -134,8 +134,8 @@ class Validity:
             counts the gathers that filled it (`gathered_together`).
         copies: the cast that the columnwise copies of all weights were made from.
         version: changes with the values of the weights.
-        places: changes when any of the weights is given different storage, for code that keeps
-            addresses.
+        storage_version: changes when any of the weights is given different storage, for code that
+            keeps addresses.
         has_masters: True if the weights are cast from masters, so that the parameters that
             represent them are trained.
         sharded: True if other ranks hold masters too.
@@ -155,7 +155,7 @@ class Validity:
     ) -> None:
         self._load, self._recast_remedy, self.advice = load, recast_remedy, advice
         self.casts, self.copies = 0, -1
-        self.version, self.places = next(_versions), next(_versions)
+        self.version, self.storage_version = next(_versions), next(_versions)
         self.has_masters = self.sharded = False
         self.owner: Callable[[], Any] | None = None
         self.before_read: Callable[[Any], None] | None = None
@@ -194,7 +194,7 @@ class Validity:
                 `moment` only the first compares them. None to compare them in each check.
         """
         writing = self._writing
-        if writing.thread is not None or writing.broke_off is not None:
+        if writing.thread is not None or writing.failed is not None:
             if weight is not None and writing.is_elsewhere():
                 # The other thread may be at the end of a gather.
                 weight.wait()
@@ -225,7 +225,7 @@ class Validity:
         reads every weight several times, so this calls nothing.
         """
         writing = self._writing
-        is_idle = writing.thread is None and writing.broke_off is None
+        is_idle = writing.thread is None and writing.failed is None
         return is_idle and self.casts > 0 and self.has_masters and not self._prechecks[Use.READ] and not _debug_hooks
 
     def add_precheck(self, look: Callable[[Use], None], *uses: Use) -> None:
@@ -288,7 +288,7 @@ class Validity:
 
     def moved(self) -> None:
         """Record that one of the weights was given different storage, or joined another plan."""
-        self.places = next(_versions)
+        self.storage_version = next(_versions)
 
     def is_cast_from(self, storages: set[int]) -> bool:
         """Return True if a master is stored in one of `storages`, given by their addresses."""
@@ -328,14 +328,14 @@ class Validity:
             return
         if writing.thread is not None:
             self._check_idle()
-        if masters or not writing.broke_off_masters:
-            writing.broke_off = what
-            writing.broke_off_masters = masters
+        if masters or not writing.failed_masters:
+            writing.failed = what
+            writing.failed_masters = masters
         writing.thread, writing.what = thread, what
         try:
             yield
-            if masters or not writing.broke_off_masters:
-                writing.broke_off, writing.broke_off_masters = None, False
+            if masters or not writing.failed_masters:
+                writing.failed, writing.failed_masters = None, False
         finally:
             writing.thread = None
 
@@ -353,14 +353,14 @@ class Validity:
         finally:
             writing.thread = before
 
-    def broke_off(self, what: str, *, masters: bool = True) -> None:
+    def failed_partway(self, what: str, *, masters: bool = True) -> None:
         """Record that `what` raised while it wrote weights, and masters if `masters`."""
-        self._writing.broke_off = what
-        self._writing.broke_off_masters = masters
+        self._writing.failed = what
+        self._writing.failed_masters = masters
 
     @property
-    def held(self) -> list[object]:
-        """The objects whose attributes hold the whole record, for code that restores it."""
+    def records(self) -> list[object]:
+        """The objects whose attributes are the whole record, for code that restores it."""
         return [self, self._writing]
 
     @property
@@ -374,17 +374,17 @@ class Validity:
         transaction of this thread.
         """
         writing = self._writing
-        if writing.broke_off is None or writing.is_here():
+        if writing.failed is None or writing.is_here():
             return None
         remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
-        if not writing.broke_off_masters and self._recast_remedy is not None:
+        if not writing.failed_masters and self._recast_remedy is not None:
             remedy = self._recast_remedy
-        return InvalidWeights("", f"{writing.broke_off} failed partway", remedy)
+        return InvalidWeights("", f"{writing.failed} failed partway", remedy)
 
     @property
     def has_partial_masters(self) -> bool:
         """True if a write of masters failed partway, which no cast can complete."""
-        return self.partial is not None and self._writing.broke_off_masters
+        return self.partial is not None and self._writing.failed_masters
 
     def _check_idle(self) -> None:
         if self._writing.is_elsewhere():
@@ -396,8 +396,8 @@ class Validity:
 
 
 def changed_together(weights: Iterable[Any]) -> None:
-    """Record that the values of these weights have changed, as in a step. Weights are represented
-    by their validities, or, if they share one with weights that stay, by their states.
+    """Record that the values of these weights have changed, as in a step. Pass their validities,
+    or, for weights that share a validity with unchanged ones, their WeightStates.
     """
     version = next(_versions)
     for weight in weights:

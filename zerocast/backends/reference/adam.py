@@ -171,7 +171,7 @@ class PieceGroups:
         scales: the indices of the scales of its groups, i64 `[2, groups]`, a row for each moment.
         element: the index in the full weight of each element, i64.
         group: the group of each element, counted from the first one of the piece, i64.
-        cut: the index among the shared groups of each group that other ranks also have a part of.
+        cut: the index in `cut_largest` of each cut group, of which other ranks also have a part.
     """
 
     def __init__(self, piece: list[int], device: torch.device) -> None:
@@ -210,10 +210,10 @@ def quantize_moments(
     cut_largest: Tensor,
     finishes: bool,
 ) -> None:
-    """Store the moments of a piece, f32. Unless it `finishes`, this writes the codes and scales of
-    unshared groups and enters the largest values of shared ones into `cut_largest`. After these
-    were reduced over the ranks, it is called again with `finishes`, and writes the codes and scales
-    of shared groups.
+    """Quantize and store the moments of a piece, f32, in two calls. The first one, with
+    `finishes=False`, writes the codes and scales of the groups that this rank has all of, and
+    enters the largest values of cut groups into `cut_largest`. After these were reduced over the
+    ranks, the second one, with `finishes=True`, writes the codes and scales of the cut groups.
     """
     groups = PieceGroups(piece, m.device)
     split_m, split_v = groups.split(m), groups.split(v)

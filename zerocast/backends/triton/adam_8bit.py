@@ -73,7 +73,7 @@ class PieceGroups:
 
 @dataclass(frozen=True)
 class CutPieces:
-    """One tile for each piece that has part of a group that other ranks have parts of."""
+    """One tile for each piece that has a part of a cut group."""
 
     def count(self, row: list[int]) -> int:
         """Return the number of tiles of one piece."""

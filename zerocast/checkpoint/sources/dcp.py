@@ -43,9 +43,9 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.element import dtype_name
 
 # The largest metadata that is read; a chunk needs about 200 bytes.
-MOST_BYTES = 2**31
+MAX_BYTES = 2**31
 # The number of dimensions in which a tensor may be split into chunks.
-MOST_CUTS = 8
+MAX_CUTS = 8
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -123,7 +123,7 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check the checkpoint's metadata; raises the errors of the class."""
         file = self._folder / ".metadata"
-        content = read_bounded(file, MOST_BYTES)
+        content = read_bounded(file, MAX_BYTES)
         try:
             _check_memo(content)
             metadata = _MetadataUnpickler(io.BytesIO(content)).load()
@@ -244,8 +244,8 @@ def first_uneven(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size:
     time is linear in the number of boxes and independent of the size of the tensor.
     """
     cut_axes = [axis for axis, extent in enumerate(size) if any(sizes[axis] != extent for _, sizes in boxes)]
-    if len(cut_axes) > MOST_CUTS:
-        return f"are split in {len(cut_axes)} dimensions, but at most {MOST_CUTS} are supported"
+    if len(cut_axes) > MAX_CUTS:
+        return f"are split in {len(cut_axes)} dimensions, but at most {MAX_CUTS} are supported"
     differences: Counter[tuple[int, ...]] = Counter()
     whole_tensor = ((0,) * len(size), size)
     for (offsets, sizes), weight in [*((box, 1) for box in boxes), (whole_tensor, -1)]:

@@ -14,7 +14,7 @@ from zerocast.checkpoint.store import check_regular, read_bounded
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-MOST_INDEX_BYTES = 2**28
+MAX_INDEX_BYTES = 2**28
 # The names of torch's dtypes by the names that safetensors gives them.
 DTYPES = {
     "F64": "float64",
@@ -62,7 +62,7 @@ class SafetensorsSource(TensorSource):
         return tensor
 
     def _open_index(self, index: Path) -> None:
-        content = read_bounded(index, MOST_INDEX_BYTES)
+        content = read_bounded(index, MAX_INDEX_BYTES)
         try:
             file_of: dict[str, str] = dict(json.loads(content)["weight_map"])
             outside = [file for file in file_of.values() if PurePath(file).name != file]
