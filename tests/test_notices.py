@@ -73,8 +73,8 @@ def _wrapped(row: str) -> str:
 
 
 def _links(mistake: str, tests: list[str]) -> str:
-    """Return a mistake with a link to each test that shows it."""
-    first, *others = (test.partition("::")[0] for test in tests)
+    """Return a mistake with a link to each file that has a test of it."""
+    first, *others = dict.fromkeys(test.partition("::")[0] for test in tests)
     return " ".join([f"[{mistake}](../{first})", *(f"[({n})](../{path})" for n, path in enumerate(others, 2))])
 
 

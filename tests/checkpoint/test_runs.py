@@ -320,7 +320,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, caplog: Any) -> None:
 
 
 @pytest.mark.notices(
-    "a list or dict in `extra` changes while an asynchronous save writes it",
+    "a list or dict in `extra` changes during an asynchronous save",
     where="Checkpoints",
     answer="the checkpoint has what it was when `save` was called",
 )

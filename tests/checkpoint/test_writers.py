@@ -49,7 +49,7 @@ def other(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.notices(
     "another process saves into the folder, or a killed one did",
     where="Checkpoints",
-    answer="RuntimeError that names the live writer; a dead one is ignored",
+    answer="RuntimeError; a dead writer is ignored",
 )
 def test_a_second_writer_and_a_dead_one(tmp_path: Path, other: Any) -> None:
     """The first is killed by SIGKILL, and not even waited for: a zombie is dead, too."""

@@ -20,9 +20,7 @@ LR = 1e-2
 
 
 @pytest.mark.notices(
-    "ranks cast the plans of one group in different orders",
-    where="CastPlan",
-    answer="raises on all ranks, names both calls",
+    "ranks cast the plans of one group in different orders", where="CastPlan", answer="raises on all ranks"
 )
 @on_ranks(2, 3)
 def test_plans_in_another_order(world: int) -> None:
@@ -180,7 +178,7 @@ def _travels(trained: Trained) -> None:
 @pytest.mark.notices(
     "ranks have different learning rates or steps, or clip, change or remove gradients differently",
     where="ZeroAdamW",
-    answer="raises on all ranks, names both calls",
+    answer="raises on all ranks",
 )
 def test_out_of_step(ranks: Ranks, mistake: str, late: bool) -> None:
     check(ranks(2)(out_of_step, mistake, late), mistake)

@@ -124,7 +124,7 @@ def test_plain_fsdp2_loads_ours(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.notices(
-    "a prepared model is pickled (as an argument of a spawned process) and trained, in plain FP32",
+    "a prepared model is pickled (as an argument of a spawned process) and trained: that is in plain FP32",
     where="FSDP2",
     answer="warns at the first forward pass with gradients, unless it was prepared again",
 )

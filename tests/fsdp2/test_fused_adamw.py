@@ -412,7 +412,7 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
 @pytest.mark.notices(
     "ranks build a `FusedAdamW` with other parameters, hyperparameters or `moment_dtype`",
     where="FSDP2",
-    answer="raises on all ranks, names both, nothing changed",
+    answer="raises on all ranks, nothing changed",
 )
 @pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)], ids=str)
 @on_ranks()

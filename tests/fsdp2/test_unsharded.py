@@ -212,7 +212,7 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.AdamW, zerocast.fsdp2.FusedAdamW)
 @pytest.mark.notices(
     "an optimizer steps that was built before prepare, fully_shard or load_state_dict(assign=True)",
     where="FSDP2",
-    answer="raises at its first step after a backward pass: another parameter has the gradient",
+    answer="its first step after a backward pass raises",
 )
 @pytest.mark.parametrize("built_before", ["prepare", "fully_shard", "load_state_dict(assign=True)"])
 @on_ranks(2)

@@ -80,7 +80,7 @@ def dispatched(operator: Any, written: Any) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.notices(
-    "a master is written to by any operator of torch, in place, `out=`, foreach or fused",
+    "an operator of torch (in place, `out=`, foreach, fused) writes to a master or its view, or a compiled function to a master",
     where="FSDP2",
     answer="the next gather casts again; raises on all ranks if only some wrote",
 )
@@ -188,7 +188,7 @@ def viewed(operator: Any) -> tuple[list[Tensor], MasterParameter, Recorder]:
 
 
 @pytest.mark.notices(
-    "a master is written to through a view of it: a row, a slice, a transpose, a flat view, a view of a view",
+    "an operator of torch (in place, `out=`, foreach, fused) writes to a master or its view, or a compiled function to a master",
     where="FSDP2",
     answer="the next gather casts again; raises on all ranks if only some wrote",
 )
@@ -335,7 +335,7 @@ def compiled_writes(fused: bool) -> None:
 
 
 @pytest.mark.notices(
-    "a compiled function writes to a master",
+    "an operator of torch (in place, `out=`, foreach, fused) writes to a master or its view, or a compiled function to a master",
     where="FSDP2",
     answer="the next gather casts again; raises on all ranks if only some wrote",
 )

@@ -74,7 +74,7 @@ def attempt(folder: Path, trainer: Trainer, hashed: bool) -> bool:
 @pytest.mark.notices(
     "a bit flips in any file of a checkpoint, its manifest included",
     where="Checkpoints",
-    answer="ValueError that names the file, before anything changes",
+    answer="ValueError, before anything changes",
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seconds", LENGTHS)

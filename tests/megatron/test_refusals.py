@@ -193,9 +193,7 @@ pytestmark = needs_megatron
     "name", [pytest.param(name, marks=SINCE_0_18 if name in BUILT_SINCE_0_18 else ()) for name in CASES]
 )
 @pytest.mark.notices(
-    "`dist_checkpointing.save` or `load` without `dequantize_`",
-    where="Megatron",
-    answer="raises on every rank, and names the call",
+    "`dist_checkpointing.save` or `load` without `dequantize_`", where="Megatron", answer="raises on all ranks"
 )
 def test_refused_in_the_real_host_with_what_to_do(name: str) -> None:
     mistake, message = CASES[name]

@@ -107,7 +107,7 @@ def test_no_gradient_at_all():
 
 
 @pytest.mark.notices(
-    "one rank has no backward pass in a step, as after an exception in its forward pass that the loop catches",
+    "one rank has no backward pass in a step, for example since the loop has caught an exception",
     where="ZeroAdamW",
     answer="its gradients count as zero in that step",
 )

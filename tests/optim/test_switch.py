@@ -198,7 +198,7 @@ def test_what_owns_no_masters(what):
 
 
 @pytest.mark.notices(
-    "ranks `switch` to different recipes", where="ZeroAdamW", answer="raises on all ranks, with nothing changed"
+    "ranks `switch` to different recipes", where="ZeroAdamW", answer="raises on all ranks, nothing changed"
 )
 @on_ranks(2)
 def test_ranks_with_other_recipes():

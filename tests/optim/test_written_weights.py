@@ -102,7 +102,7 @@ def wrote(name: str, config: ZeroConfig) -> list[str]:
 @pytest.mark.notices(
     "model.load_state_dict, or parameters written by hand, after the optimizer was built",
     where="ZeroAdamW",
-    answer="the next step raises and names load_masters",
+    answer="the next step raises",
 )
 @pytest.mark.parametrize("name", WRITES)
 def test_every_write_is_noticed(name):
@@ -158,9 +158,7 @@ def test_a_converted_parameter_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon"])
-@pytest.mark.notices(
-    "a frozen bias or norm is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
-)
+@pytest.mark.notices("a frozen bias or norm is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises")
 def test_a_plain_parameter_that_is_unfrozen(kind):
     """An unfrozen parameter raises, with or without a gradient, until it is frozen or another optimizer trains it."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()

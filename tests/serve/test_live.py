@@ -178,7 +178,7 @@ def other_data_of_an_adapter(source: nn.Module, optimizer: torch.optim.Optimizer
 
 
 @pytest.mark.notices(
-    "an optimizer steps, also one of plain parameters alone, while an export or a refit reads the weights",
+    "an optimizer, also of plain parameters alone, steps while an export or a refit reads the weights",
     where=("ZeroAdamW", "FSDP2"),
     answer="the export or refit raises: what it has read is of two steps",
 )

@@ -331,7 +331,7 @@ def run_under_recipe(fmt: str, recipe: str, **options: Any) -> None:
 @pytest.mark.notices(
     "te.autocast computes in another format than that of the gathered weights",
     where="TransformerEngine",
-    answer="raises before the pass, and names both formats",
+    answer="raises before the pass",
 )
 @host()
 def test_the_recipe_in_use_must_be_that_of_the_weights() -> None:

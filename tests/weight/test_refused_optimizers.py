@@ -37,7 +37,9 @@ def values(parameters: list[nn.Parameter]) -> casts.Bytes:
     return {"plain": casts.raw(parameters[0]).copy(), **casts.bytes_of(parameters[1])}
 
 
-@pytest.mark.notices("a torch optimizer is given quantized weights", where="Weights", answer="raises at its first step, before anything is written")  # fmt: skip # noqa: E501
+@pytest.mark.notices(
+    "a torch optimizer is given quantized weights", where="Weights", answer="its first step raises, nothing changed"
+)
 @pytest.mark.parametrize(("name", "options"), variants(), ids=str)
 def test_every_class_of_torch_optim_raises_before_it_writes(name: str, options: dict[str, bool]) -> None:
     parameters = quantized_last()

@@ -238,7 +238,9 @@ WRAPPERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.notices("`DDP(model)`, FSDP1, or `fully_shard` after `quantize_`", where="Weights", answer="raises on all ranks, and names ZeroAdamW and `prepare`")  # fmt: skip # noqa: E501
+@pytest.mark.notices(
+    "`DDP(model)`, FSDP1, or `fully_shard` after `quantize_`", where="Weights", answer="raises on all ranks"
+)
 @pytest.mark.parametrize("name", WRAPPERS)
 @on_ranks(2)
 def test_wrappers_of_others_raise_on_all_ranks(name: str) -> None:
