@@ -21,11 +21,11 @@ STEPS = {
     "FSDP2, bf16, torch's AdamW": "FSDP2 bf16",
     "torchao's float8, tensorwise, FP8 all-gather": "torchao's float8, tensorwise, FP8 all-gather",
     **{
-        f"`fsdp2.prepare`, `{fmt}`": f"FSDP2 {fmt}, `fast=True`"
+        f"`fsdp2.prepare`, `{fmt}`": f"FSDP2 {fmt}"
         for fmt in ("fp8_current", "fp8_block", "mxfp4", "nvfp4:exact_in_fp8")
     },
     "ZeroAdamW, bf16": "ZeroAdamW bf16",
-    **{f"ZeroAdamW, `{fmt}`": f"ZeroAdamW {fmt}, `fast=True`" for fmt in ("fp8_current", "nvfp4:exact_in_fp8")},
+    **{f"ZeroAdamW, `{fmt}`": f"ZeroAdamW {fmt}" for fmt in ("fp8_current", "nvfp4:exact_in_fp8")},
 }
 CASTS = {
     **{f"`{fmt}`": f"A cast {fmt}" for fmt in ("fp8_current", "fp8_block", "mxfp8", "nvfp4")},
@@ -64,9 +64,9 @@ def test_training_steps() -> None:
 COMPARED = {
     "bf16": ("FSDP2 bf16", "bf16"),
     "torchao's float8, tensorwise": ("torchao's float8, tensorwise, FP8 all-gather", None),
-    "zerocast `fp8_current` (8 bits)": ("FSDP2 fp8_current, `fast=True`", "fp8_current, fast"),
+    "zerocast `fp8_current` (8 bits)": ("FSDP2 fp8_current", "fp8_current, fast"),
     "zerocast `nvfp4:exact_in_fp8` (4 bits)": (
-        "FSDP2 nvfp4:exact_in_fp8, `fast=True`",
+        "FSDP2 nvfp4:exact_in_fp8",
         "nvfp4 exact in FP8, fast",
     ),
 }

@@ -55,9 +55,9 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
 
 
 @pytest.mark.notices(
-    "`fsdp2.prepare` without `fully_shard`: a forward pass would compute in FP32",
+    "`prepare` without `fully_shard`, within DistributedDataParallel or FSDP1, or of a weight in no FSDP2 group",
     where="FSDP2",
-    answer="the first forward pass raises, of any module with a prepared weight",
+    answer="the first forward pass raises",
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_raises(name: str) -> None:
@@ -133,9 +133,9 @@ HOW: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.notices(
-    "a prepared model is passed to DistributedDataParallel or FSDP1, or a weight is in no FSDP2 group",
+    "`prepare` without `fully_shard`, within DistributedDataParallel or FSDP1, or of a weight in no FSDP2 group",
     where="FSDP2",
-    answer="the first forward pass raises on all ranks",
+    answer="the first forward pass raises",
 )
 @pytest.mark.parametrize("how", HOW)
 @on_ranks(1, 2)

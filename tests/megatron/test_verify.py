@@ -95,11 +95,6 @@ pytestmark = needs_megatron
 
 
 @on_ranks(2)
-@pytest.mark.notices(
-    "a byte differs from the cast of the masters",
-    where="Megatron",
-    answer="`zerocast.verify(attachment)` names it; `attach(..., verify_every=n)` raises every n steps",
-)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_verify_every(every: int, overlap: bool) -> None:

@@ -346,7 +346,7 @@ def test_a_parameter_that_is_frozen_is_named_once(stage: int) -> None:
 
 
 @pytest.mark.notices(
-    "a step without a backward pass: moments and weight decay still change parameters",
+    "no gradient in a step (no backward pass, p.grad = None, zero_grad()): moments and weight decay still change parameters",
     where="ZeroAdamW",
     answer="warns once on each such rank",
 )
@@ -370,7 +370,7 @@ def test_a_step_without_gradients(stage: int) -> None:
 
 
 @pytest.mark.notices(
-    "a gradient is removed (p.grad = None, model.zero_grad()) before the step: moments and weight decay still change the parameter",
+    "no gradient in a step (no backward pass, p.grad = None, zero_grad()): moments and weight decay still change parameters",
     where="ZeroAdamW",
     answer="warns once on each such rank",
 )
