@@ -42,10 +42,10 @@ def quantize_(
     the engine that is to read the trained weights: the recipe is then `recipe.for_reader(serve,
     model)`. Returns `model`.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
-    format cannot take, a weight that is already quantized in a different format, an embedding (its
-    rows are looked up and not multiplied), the kernel of a convolution, a DTensor (use
-    `zerocast.fsdp2.prepare` for it), a fast recipe for a model without blocks, and weights that
+    Raises ValueError, with nothing changed, for a recipe with a pattern that matches nothing, a
+    fast recipe for a model without blocks, and for these weights: of a shape that the format cannot
+    take; already quantized in a different format; an embedding or the kernel of a convolution,
+    which are no operands of a product; a DTensor (use `zerocast.fsdp2.prepare`); and those that
     `serve` could not read.
     """
     recipe = served_recipe(recipe, serve, model)

@@ -52,11 +52,13 @@ class Trainer(transformers.Trainer):
     of ranks resumes, and `model.safetensors` with the masters in the dtypes of their parameters,
     for `from_pretrained`.
 
-    Raises ValueError for unsupported TrainingArguments (`REFUSED`); when training begins,
-    ValueError for a model without QuantizedWeights, for an `optim` that is not AdamW where it
-    builds the optimizer, and TypeError for an optimizer of any other class; when training or an
-    evaluation begins, ValueError for several GPUs in one process, which transformers would wrap in
-    DataParallel. `save_model` gathers masters: all ranks call it.
+    `save_model` gathers masters: all ranks call it.
+
+    Raises ValueError for unsupported TrainingArguments (`REFUSED`), and, when training or an
+    evaluation begins, for several GPUs in one process, which transformers would wrap in
+    DataParallel. When training begins, raises ValueError for a model without QuantizedWeights and,
+    if the Trainer builds the optimizer, for an `optim` that is not AdamW; raises TypeError for an
+    optimizer that is neither a ZeroAdamW nor a ZeroMuon.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -111,9 +113,9 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save like transformers, file by file.
 
-        What an earlier run has left of a checkpoint of this name is deleted first, since it would
-        not belong to the new files: masters, which `save_only_model` does not write, and the state
-        of the Trainer, which is written last and without which transformers does not resume.
+        First deletes the masters and the Trainer's state of an older checkpoint of this name, which
+        would not belong to the new files. `save_only_model` writes no masters. The Trainer's state
+        is written last, and transformers does not resume without it.
         """
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         zero_run.discard_saved(folder / _FOLDER, [self._zero()])

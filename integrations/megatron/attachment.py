@@ -1,9 +1,13 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer after its step.
 
-`attach` validates the settings of the host (`validate.py`), finds the masters that this rank owns,
-their weights and the bucket groups that gather these (`shards.py`), lets ranks agree on them, makes
-a plan of casts for each group of ranks that share masters, and replaces methods of the host
-(`methods.py`), which `detach` gives back.
+`attach` in order:
+
+1. validates the settings of the host (`validate.py`),
+2. finds the masters that this rank owns, their weights, and the bucket groups that gather these
+   (`shards.py`),
+3. compares them between ranks,
+4. makes a plan of casts for each group of ranks that share masters,
+5. replaces methods of the host (`methods.py`), which `detach` gives back.
 """
 
 import functools

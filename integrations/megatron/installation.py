@@ -324,9 +324,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
     """Quantize the unwrapped chunks of this rank's stage. Collective over all ranks.
 
-    Raises ValueError, on every rank, for a pattern that matches no weight on any, for no quantized
-    weight on any, for weights on which `quantize_` raises on one rank, and for a tensor of
-    TransformerEngine that cannot be cast in a byte buffer.
+    Raises ValueError on every rank if a pattern matches no weight of any rank, if no rank has a
+    quantized weight, if `quantize_` raises on one rank, and for a tensor of TransformerEngine that
+    cannot be cast in a byte buffer.
     """
     world, named = Group.of(None), [_global_names(chunk) for chunk in chunks]
     everything = [name for names in named for name in names.values()]

@@ -254,10 +254,10 @@ def _check_patches(owner: Any, distributed: Sequence[Any], savers: Sequence[Grou
 
 
 def _groups_of_all_ranks(optimizers: Sequence[Any]) -> list[Any]:
-    """Return process groups that connect all ranks of a model: the group over which the host
-    reduces the norm of gradients, of all pipeline stages, tensor-parallel and data-parallel ranks
-    of an instance, then the group of the ranks at the same place in other instances. Empty if no
-    optimizer has the first.
+    """Return process groups that connect all ranks of a model. The first one has all pipeline
+    stages, tensor-parallel and data-parallel ranks of an optimizer instance; the host reduces the
+    norm of gradients over it. The second one, if there are several instances, has the ranks at the
+    same place in each. Empty if no optimizer has the first.
     """
     of_norms = [getattr(optimizer, "grad_stats_parallel_group", None) for optimizer in optimizers]
     instance = next((group for group in of_norms if group is not None), None)

@@ -306,9 +306,12 @@ def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> t
     """Sort parameters into CPU and GPU groups as `_get_sub_optimizer_param_groups` does, without
     new copies.
 
-    Returns the five results of that method: the groups of the CPU, the groups of the GPU, a dict
-    from master to copy, a dict from copy to master, and a dict from master to copy for masters
-    whose loaded state belongs to the copy (all of `copies` with `loads_into_copies`).
+    Returns the five results of that method:
+
+    * the parameter groups of the CPU, and those of the GPU,
+    * dicts from master to copy, and from copy to master,
+    * a dict from master to copy for masters whose loaded state belongs to the copy: all `copies`
+      with `loads_into_copies`, else none.
     """
     cpu_groups: list[Any] = []
     gpu_groups: list[Any] = []

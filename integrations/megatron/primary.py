@@ -125,9 +125,8 @@ def move_codes(param: Any, storage: Any) -> None:
 def two_directions(what: str) -> ValueError:
     """Return the error for a weight that needs both directions gathered."""
     return ValueError(
-        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: use mxfp8:block=32x32 for it, in "
-        "layers of TransformerEngine by building and training inside square_mxfp8(), or mxfp8 under zerocast.ZeroAdamW or "
-        "zerocast.fsdp2"
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: use mxfp8:block=32x32 (in layers of "
+        "TransformerEngine build and train inside square_mxfp8()), or mxfp8 under zerocast.ZeroAdamW or zerocast.fsdp2"
     )
 
 

@@ -124,9 +124,9 @@ def _training_problems(config: Any) -> Iterator[str]:
         )
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
         yield (
-            "checkpoint.last_save_in_hf is not supported with zerocast: sharded states hold wrapped masters, by which a load in "
-            "place is noticed, and safetensors cannot read them: the save would fail after the last step. Save torchtitan's own "
-            "checkpoint, which its convert_to_hf.py reads, or a state dict of full_state_dict=True, whose tensors are plain"
+            "checkpoint.last_save_in_hf is not supported with zerocast: safetensors cannot read the tensors of sharded masters, so "
+            "the save would fail after the last step. Save torchtitan's own checkpoint, which its convert_to_hf.py reads, or a "
+            "state dict of full_state_dict=True"
         )
 
 

@@ -33,7 +33,7 @@ from zerocast.serve import named_tensors
 RIGHT, REFUSED, DEBUG, NOTICE = "right", "refused", "refused in debug mode", "notice"
 # what an error tells to do
 REMEDY = re.compile(
-    r"(?i)\bcall\b|\bload\b|\bbuild\b|\battach|run the forward pass again|cast again|begin again|has one owner, so|load_state_dict|"
+    r"(?i)\bcall\b|\bload\b|\bbuild\b|\battach|run the forward pass again|cast again|begin again|load_state_dict|"
     # what torch and a host say, and a report of differences
     r"modified by an inplace operation|AssertionError|VerificationError"
 )

@@ -68,7 +68,7 @@ def test_options(name: str) -> None:
 def test_a_last_save_in_safetensors() -> None:
     """Sharded states keep the wrapper, by which a load in place is noticed; safetensors reads addresses, and it has none."""
     asked = Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf"))
-    with pytest.raises(ValueError, match=r"sharded states hold wrapped masters.*full_state_dict=True"):
+    with pytest.raises(ValueError, match=r"last_save_in_hf is not supported.*full_state_dict=True"):
         converter_of(asked)
     converter_of(Case(options=("--checkpoint.last-save-in-hf",)))  # nothing is saved
 

@@ -237,9 +237,9 @@ class StepBench:
     def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], list[float], int | None]:
         """Measure steps that start together on idle devices.
 
-        Returns the milliseconds of each step until all work is done, the milliseconds until its
-        calls on the CPU return, the milliseconds of processor time that all threads of the process
-        take until then, and the bytes that a forward pass left allocated in the last step.
+        Returns, for each step: the milliseconds until all work is done, those until its calls
+        return on the CPU, and the processor time of all threads until then in milliseconds. Then
+        the bytes that the forward pass of the last step left allocated; None on a CPU.
         """
         step_ms, host_ms, cpu_ms = [], [], []
         kept_bytes: int | None = None

@@ -94,18 +94,21 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
     steps are captured again. The old bytes are freed at the end.
 
-    On every rank, and with nothing changed, raises TypeError for an argument that owns no masters
-    or is not a recipe, ValueError for a pattern that matches nothing, a shape that a format cannot
-    take, a plain parameter that is to be quantized, a recipe with `share_amax` or `fast`, which
-    stay as they were, and recipes that differ between ranks, and RuntimeError in the middle of a
-    step (gradients that no step has used, `no_sync`, a backward pass), for partial or foreign
-    writes, within `average.swapped()`, and for a framework whose buffers cannot change.
+    Raises on every rank, with nothing changed:
+
+    * TypeError for an argument that owns no masters or is not a recipe.
+    * ValueError for a recipe that differs between ranks, has a pattern that matches nothing, would
+      quantize a plain parameter or a shape that its format cannot take, or has `share_amax` or
+      `fast`, which a switch does not change.
+    * RuntimeError in the middle of a step (unused gradients, `no_sync`, a backward pass), within
+      `average.swapped()`, after partial or foreign writes, and for a framework whose buffers are
+      laid out for one format.
     """
     recipe = Recipe.of(recipe)
     for name, is_given in (("share_amax", recipe.share_amax), ("fast", recipe.fast)):
         if is_given:
             raise ValueError(
-                f"{name} is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
+                f"{name} is settled when weights are quantized, and a switch does not change it: leave it out of the recipe"
             )
     parts = _parts_of(model_or_optimizer_or_plan)
     changes: list[Formats] = [{} for _ in parts]

@@ -109,10 +109,9 @@ class Runs:
         gc.collect()
         if others := self._living_writers():
             raise RuntimeError(
-                f"two optimizers save into {folder}, {others[0].trained.name} and {trained.name}, which has neither saved nor "
-                "loaded there and has different parameters: each would replace the checkpoints of the other, so use a separate "
-                "folder for each, as in Checkpoints('run/generator') and Checkpoints('run/discriminator'), or delete the first "
-                "optimizer if its run has ended"
+                f"two optimizers save into {folder}, {others[0].trained.name} and {trained.name}: each would replace the "
+                "checkpoints of the other. Use a separate folder for each (Checkpoints('run/generator'), "
+                "Checkpoints('run/discriminator')), or delete the first optimizer if its run has ended"
             )
 
     def lineage_of(self, trained: TrainedParameters) -> Lineage:

@@ -7,9 +7,9 @@ the ranks. If spans follow each other without a gap, the hashes of all positions
 the last cancel. So a weight whose sums equal the sums of a single span over the full weight has
 exactly one owner per element.
 
-Spans are exchanged only of two kinds: the spans of weights with different sums, which have a gap or
-an overlap, and those that begin or end inside a unit of the weight, which is a byte of two codes or
-a group of elements that are exchanged together.
+Two kinds of spans are exchanged nevertheless: those of weights whose sums differ, since these have
+a gap or an overlap, and those that begin or end inside a unit of the weight. A unit is a byte of
+two codes, or a group of elements that are exchanged together.
 """
 
 import functools

@@ -4,10 +4,10 @@ Each rank has the amaxes of the block rows that it touches. Only the tensor amax
 rows that a boundary between shards splits concern other ranks. The flags of weights concern them
 where other ranks have other slices of tensor parallelism, or are of another replica (HSDP).
 
-Replicas hold equal masters and share no gather, so a rank does not see their headers. With replicas
-(HSDP), every cast that all ranks make also reduces two things over the replicas: the flags of ranks
-that could not cast, and the number of casts that a replica has made alone since the last such cast,
-after its masters were written. If these numbers differ, all ranks raise.
+Replicas (HSDP) hold equal masters and share no gather, so a rank does not see their headers. A cast
+that all ranks make therefore also reduces two things over the replicas: flags of ranks that could
+not cast, and a count of casts. After masters were written, a replica may have cast alone; it counts
+these casts since the last one of all ranks. If the counts of replicas differ, all ranks raise.
 """
 
 from bisect import bisect_left

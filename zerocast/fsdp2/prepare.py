@@ -24,10 +24,10 @@ The life of a prepared parameter:
     DTensor over a MasterParameter, with a gradient that FSDP2 has reduced
 
 The first gather of a weight runs FSDP2's two hooks (`FSDPWeight.send` and `receive_first`), which
-allocate memory and the parameter that modules see. Later gathers run no hook: before the first cast
-zerocast replaces the classes of FSDP2's own FSDPParam and FSDPParamGroup objects (by
-`torch_fsdp.GatheredByGroup` and `GroupOfWeights`), which send and receive all weights of a group at
-once (`FSDPWeight.send`, `ParamGroup.finish_gather`) and, over several ranks, gather them as one
+allocate memory and the parameter that modules see. Later gathers run no hook. Before the first
+cast, zerocast sets `__class__` of FSDP2's own FSDPParam and FSDPParamGroup objects to
+`torch_fsdp.GatheredByGroup` and `GroupOfWeights`. These send and receive all weights of a group at
+once (`FSDPWeight.send`, `ParamGroup.finish_gather`), and over several ranks gather them as one
 parameter.
 """
 
@@ -482,10 +482,14 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Raise RuntimeError if the optimizer must not step: a failed load left its state partly
-    written; it lists a prepared weight twice; or its parameters are not the model's current ones
-    (it was built before `prepare` or `fully_shard`, or a load replaced them), so it never sees the
-    gradients.
+    """Raise RuntimeError if the optimizer must not step.
+
+    This is so in three cases:
+
+    * a load that failed has left its state partly written,
+    * it lists a prepared weight twice,
+    * its parameters are not the model's current ones, so it never sees the gradients: it was built
+      before `prepare` or `fully_shard`, or a load replaced them.
     """
     if torch.compiler.is_compiling():
         return

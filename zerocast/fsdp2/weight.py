@@ -402,8 +402,8 @@ class FSDPWeight:
 
     def _refuse(self, weight: Any) -> None:
         raise RuntimeError(
-            f"{self.name}: its master, or a plain parameter that is gathered with it, was changed after it was gathered: call the "
-            "prepared model, not a module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
+            f"{self.name}: its master, or a plain parameter of its group, was changed after it was gathered: call "
+            "zerocast.fsdp2.refresh(model) on all ranks first, or call the prepared model and not a module in it"
         )
 
     # -- gathered

@@ -122,8 +122,8 @@ def check_owners(named: Sequence[Named], who: str) -> None:
     other = find_conflict(_held(named), lambda claim: claim.who in OURS, _parameters(named))
     if other is not None:
         raise RuntimeError(
-            f"{other.who} writes weights that {who} is built over, but a weight has one owner: remove() the handle of "
-            f"{other.who}, or del it"
+            f"{other.who} writes weights that {who} is built over, and a weight has one owner: call remove() of its handle, or "
+            "delete it"
         )
 
 

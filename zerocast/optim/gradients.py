@@ -7,10 +7,10 @@ once all its gradients have arrived and all earlier buckets were launched. The e
 pass launches the rest. After a round every parameter has a `ReducedGradient`, even if it had no
 gradient, so that all ranks see the same gradients.
 
-On GPUs a separate stream writes the results into the shard. The stream that computes gradients
-waits for them at the end of the pass, or earlier if more than `most_in_flight` elements would be in
-flight: a compiled block produces all its gradients at once, and the next block is computed while
-they are sent.
+On GPUs a separate stream writes the results into the shard, so the next block is computed while
+gradients are sent. The stream that computes gradients waits for that one at the end of the pass, or
+earlier if more than `most_in_flight` elements would be in flight, since a compiled block produces
+all its gradients at once.
 
 A rank that has no gradient at all in a pass begins no round, so its next round is the one that
 other ranks have begun in that pass. When `no_sync` first begins in a step, ranks start an exchange
@@ -189,8 +189,8 @@ class GradientReducer:
 
         If `other` has any of the same parameters, this one stops, since a gradient can be freed
         only once. If all parameters differ, neither reducer waits for reductions during a backward
-        pass from now on: with unused parameters the buckets of both may be launched in a different
-        order on each rank, and ranks would wait for buckets that others have not launched.
+        pass from now on. With unused parameters, each rank may launch the buckets of the two
+        reducers in a different order, so a rank that waited for one bucket could wait forever.
         """
         if self._index_and_part.keys() & other._index_and_part.keys():
             if self._has_unused and not self._taken_over:

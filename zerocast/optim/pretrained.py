@@ -24,19 +24,23 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
     """Load masters from high-precision weights, and cast the weights from them. Otherwise the
     optimizer is reset, as if it were new.
 
-    `source` is a safetensors file, its index or folder, a file of torch.save, a folder of
-    torch.distributed.checkpoint (such as one by `zerocast.optim.save`), a mapping from names to
-    tensors, which must be the same on every rank, or a result of `zerocast.serve.stored_weights`
-    for the files of a mixture of experts. FP32, bf16 and fp16 tensors become FP32 masters exactly.
-    Moments and step counts become zero, delayed scaling starts from the new masters, and
-    hyperparameters do not change. All ranks call it; each reads the elements that it owns. No code
-    in a file is run.
+    FP32, bf16 and fp16 tensors become FP32 masters exactly. Moments and step counts become zero,
+    delayed scaling starts from the new masters, and hyperparameters do not change. All ranks call
+    it; each reads the elements that it owns. No code in a file is run.
 
-    Raises ValueError on every rank, with nothing changed and both values named, if names, shapes or
-    dtypes do not fit: every parameter of the optimizer must be in the source, and every tensor of
-    the source must be one of them or match a glob of `ignore` (frozen weights, buffers, second
-    names of shared ones). Raises RuntimeError if a file cannot be read to its end: every call of
-    the optimizer then raises, until a state or masters are loaded.
+    Args:
+        optimizer: a ZeroAdamW or a ZeroMuon.
+        source: a safetensors file, its index or folder; a file of torch.save; a folder of
+            torch.distributed.checkpoint, such as one by `zerocast.optim.save`; a mapping from names
+            to tensors, the same on every rank; or, for the files of a mixture of experts, a result
+            of `zerocast.serve.stored_weights`.
+        ignore: globs of tensors in the source that are not parameters of the optimizer: frozen
+            weights, buffers, second names of shared parameters.
+
+    Raises ValueError on every rank, with nothing changed, if names, shapes or dtypes do not fit:
+    the source must have every parameter of the optimizer, and no other tensor that `ignore` does
+    not match. Raises RuntimeError if a file cannot be read to its end. Every call of the optimizer
+    then raises until a state or masters are loaded.
     """
     group = group_of(optimizer)
     state = together(group, optimizer.state_to_overwrite, "loads masters")

@@ -296,8 +296,8 @@ class IdleParameters:
         """Warn that gradients were removed from these parameters after they were reduced."""
         self._warn_once(
             "%d gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step of %s, the first is "
-            "that of %s: they count as zero, and moments and weight decay still change these parameters, which torch's AdamW would "
-            "skip. Set lr=0 for their parameter group in such a step (logged once)",
+            "that of %s: they count as zero. torch's AdamW would skip these parameters; here moments and weight decay still change "
+            "them. Set lr=0 for their parameter group in such a step (logged once)",
             len(names),
             self._owner,
             names[0],

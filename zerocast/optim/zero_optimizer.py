@@ -383,8 +383,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Warn, before the first step, that FP32 masters of an earlier optimizer were not used."""
         if self._group.rank == 0:
             logger.warning(
-                "the masters of %d quantized weights of a %s, the first is %s, began as the values of their codes, without the "
-                "FP32 values that an earlier optimizer or plan had: load its state before the first step, or use that optimizer",
+                "the masters of %d quantized weights of a %s, the first is %s, began as the values of the codes. An "
+                "earlier optimizer or plan had FP32 values: load its state before the first step, or use that optimizer",
                 len(self._initialised_from_codes),
                 self.NAME,
                 self._initialised_from_codes[0],

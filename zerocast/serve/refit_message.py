@@ -5,11 +5,13 @@ A header has plain values: the run and refit of a message, its number in the ref
 description of its tensors with digests of their bytes. Since the header has a digest as well, a
 receiver knows of each message whether it is whole, by whatever transport it came.
 
-Positions of changed bytes are encoded in the way that takes the fewest bytes: as a bitmap, 1/8 byte
-for each byte of the buffer, or by blocks of the buffer, as how many bytes changed in each block and
-the place of each of them in its block. A number is one byte for blocks of 255 bytes, and two for
-blocks of 65,535, so that a count always fits. If nearly everything changed, all bytes are sent,
-without positions.
+Positions of changed bytes are encoded in the way that takes the fewest bytes:
+
+* A bitmap takes 1/8 byte for each byte of the buffer.
+* For blocks of the buffer, the number of changed bytes in each block, and their positions in the
+  block. A number is one byte for blocks of 255 bytes and two for blocks of 65,535, so that a count
+  always fits.
+* If nearly everything changed, all bytes are sent, without positions.
 """
 
 import hashlib

@@ -147,7 +147,7 @@ def check_unclaimed(held: Held, is_overridable: Callable[[Claim], bool]) -> None
     other = find_conflict(held, is_overridable)
     if other is not None:
         raise ValueError(
-            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
+            f"{other.who} writes weights of this CastPlan, and a weight has one owner: call remove() of its handle, or delete it"
         )
 
 
