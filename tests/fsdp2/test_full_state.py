@@ -1,8 +1,6 @@
 """Full state dicts hold plain tensors on every rank, over one rank as over several."""
 
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import zerocast
@@ -138,32 +135,3 @@ def test_a_master_has_the_address_of_its_values(sharded: bool) -> None:
         assert sum(master is other for other in masters) == 1
         checked += 1
     assert checked >= 2
-
-
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed: make readers")
-@on_ranks(2)
-def test_accelerate_finds_the_parameters_of_an_optimizer_again() -> None:
-    """accelerate's own functions find the parameters, one after the other: its Accelerator chooses FSDP on GPUs alone."""
-    from accelerate import Accelerator
-    from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names, fsdp2_switch_optimizer_parameters
-
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "fp8_block"}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    settings: Any = SimpleNamespace(fp8_backend=None)
-    before = fsdp2_canonicalize_names(Accelerator._get_named_parameters(settings, model, drop_refs=True))
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            placeholder: Any = torch.empty(1)
-            placeholder.data_ptr = parameter.data_ptr()
-            group["params"][index] = placeholder
-    fully_shard(model, mesh=models.mesh())
-    after = fsdp2_canonicalize_names(Accelerator._get_named_parameters(settings, model))
-    fsdp2_switch_optimizer_parameters(optimizer, {address: after[name] for name, address in before.items()})
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    initial = {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
-    model(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-    changed = [name for name, parameter in model.named_parameters() if not torch.equal(local(parameter), initial[name])]
-    assert held == changed == [f"{number}.weight" for number in range(4)]

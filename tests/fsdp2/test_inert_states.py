@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     _init_optim_state,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -216,8 +217,9 @@ def by_state(source: Training, target: Training) -> None:
 
 
 def by_torchs_getter(source: Training, target: Training) -> None:
-    state = get_optimizer_state_dict(source.net, source.optimizer)
-    set_optimizer_state_dict(target.net, target.optimizer, given(state, target))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(source.net, source.optimizer, options=options)
+    set_optimizer_state_dict(target.net, target.optimizer, given(state, target), options=options)
 
 
 def by_dcp(source: Training, target: Training) -> None:

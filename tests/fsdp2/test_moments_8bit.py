@@ -8,11 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -100,25 +95,6 @@ def test_a_load_that_raises_half_way_is_told() -> None:
     assert state_of(model, optimizer) == before
     assert "out of it" in told[0]
     assert all("a load failed partway" in text for text in told[1:])
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@on_ranks(2)
-def test_states_of_torchs_calls(flat: bool) -> None:
-    """torch's calls give another model's state, in which moments are FP32."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    pairs = []
-    for steps in (range(3), range(5, 6)):
-        model = plain_model()
-        optimizer = fused(model)
-        train(model, optimizer, steps)
-        pairs.append((model, optimizer))
-    (first, taught), (second, learner) = pairs
-    state = get_optimizer_state_dict(first, taught, options=options)
-    set_optimizer_state_dict(second, learner, state, options=options)
-    leaves = [tensor for tensor in torch.utils._pytree.tree_leaves(state) if isinstance(tensor, DTensor)]
-    assert digests(learner.state_dict()["state"]) == digests(taught.state_dict()["state"])
-    assert {leaf.dtype for leaf in leaves} == {torch.float32}
 
 
 def test_states_of_fp32_moments() -> None:

@@ -24,19 +24,19 @@ WIDTH = 128
 class MLP(nn.Module):
     """Two layers: `up` is sliced by rows, `down` by columns."""
 
-    def __init__(self, hidden: int = 192) -> None:
+    def __init__(self, hidden: int = 192, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))
 
 
-def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int = 1) -> nn.Module:
+def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int = 1, width: int = WIDTH) -> nn.Module:
     """Return a model of two slices, each sharded over half of the ranks of a replica."""
-    model = MLP(hidden).to(models.place())
+    model = MLP(hidden, width).to(models.place())
     shape = replicas, dist.get_world_size() // 2 // replicas, 2
     mesh = models.mesh(shape, ("replicate", "dp", "tp"))
     flat = mesh["dp", "tp"]._flatten("all") if with_mesh else None
@@ -45,10 +45,10 @@ def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int 
     return fully_shard(model, mesh=mesh["replicate", "dp"] if replicas > 1 else mesh["dp"], mp_policy=models.BF16)
 
 
-def slices(fmt: str, hidden: int, replicas: int = 1) -> Tensor:
+def slices(fmt: str, hidden: int, replicas: int = 1, width: int = WIDTH) -> Tensor:
     """Check the gathered slices at the start and after a step. Return the output of the model."""
-    model = parallel(fmt, hidden=hidden, replicas=replicas)
-    x = models.batch(0, WIDTH, rank=0)
+    model = parallel(fmt, hidden=hidden, replicas=replicas, width=width)
+    x = models.batch(0, width, rank=0)
     with torch.no_grad():
         y = model(x).cpu()
     assert complaints_of_slices(model, "start") == []
@@ -96,11 +96,28 @@ def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
             assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-@pytest.mark.shows(host="FSDP2", parallel="tensor, replicas", formats=["nvfp4"], ranks=4)
+@pytest.mark.shows(host="FSDP2", parallel="tensor, replicas", formats=lambda fmt: [fmt], ranks=4)
+@pytest.mark.parametrize(("fmt", "hidden"), [SLICED[0], *(models.slow(*case) for case in SLICED[2:])])
 @on_ranks(4)
-def test_slices_in_replicas() -> None:
+def test_slices_in_replicas(fmt: str, hidden: int) -> None:
     """Amaxes are reduced over one replica's slices in hybrid sharding over tensor parallelism."""
-    slices("nvfp4", 192, replicas=2)
+    slices(fmt, hidden, replicas=2)
+
+
+@on_ranks(2)
+def test_a_slice_is_verified_by_the_amax_of_all() -> None:
+    model = parallel("fp8_current")
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            torch._foreach_mul_(list(model.parameters()), 3.0)
+    zerocast.fsdp2.refresh(model)
+    zerocast.verify(model).raise_for_differences()
+
+
+@on_ranks(2)
+def test_a_block_reaches_over_what_is_not_sliced() -> None:
+    """A block has 128 columns of `up`, which has 64, in slices of 128 rows."""
+    slices("fp8_block", 256, width=64)
 
 
 @on_ranks(4)

@@ -155,23 +155,13 @@ def test_no_training_within_a_swap():
 def test_no_gradients_of_an_average():
     averaged = Averaged()
     averaged.step(0)
-    with averaged.ema.swapped(), pytest.raises(RuntimeError, match=r"a backward pass within"):
+    with pytest.raises(RuntimeError, match=r"a backward pass within"), averaged.ema.swapped():
         averaged.backward(1)
     with pytest.raises(RuntimeError, match="zero_grad"):
         averaged.optimizer.step()
     averaged.optimizer.zero_grad()
     averaged.step(1)
     averaged.check("after zero_grad")
-
-
-def test_an_exception_inside_restores():
-    averaged = Averaged()
-    averaged.step(0)
-    with pytest.raises(KeyError), averaged.ema.swapped():
-        raise KeyError("in an evaluation")
-    averaged.check("after it")
-    averaged.step(1)
-    averaged.check("a step later")
 
 
 def interrupted(call: Any, at: int) -> bool:

@@ -105,22 +105,6 @@ def test_shards_of_other_buckets_are_refused():
     assert said.startswith("ValueError") and "sharded differently" in said
 
 
-@on_ranks(0, 2)
-def test_state_of_another_optimizer(world):
-    """A state loads into an optimizer that cuts alike and has trained, in memory, or by torch.save on one process."""
-    trainer, other = Trainer(Run()), Trainer(Run())
-    trainer.train(range(3))
-    other.train(range(7))
-    state = trainer.optimizer.state_dict()
-    if not world:
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-    other.optimizer.load_state_dict(state)
-    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
-
-
 def test_hooks_of_states_run() -> None:
     """The hooks of torch.optim.Optimizer run, and a state that they return replaces the state."""
     optimizer = Trainer(Run()).optimizer
