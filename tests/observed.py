@@ -63,6 +63,17 @@ def logged(name: str = "zerocast") -> Iterator[list[str]]:
         logging.getLogger(name).removeHandler(handler)
 
 
+def operators(namespace: str = "") -> Iterator[Any]:
+    """Yield every operator of this torch that Python can name, which are those that it can be dispatched to, without ours."""
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        found_in, _, name = qualified.partition("::")
+        name, _, overload = name.partition(".")
+        packet = getattr(getattr(torch.ops, found_in), name, None)
+        found = getattr(packet, overload or "default", None)
+        if found is not None and found_in != "zerocast" and found_in.startswith(namespace):
+            yield found
+
+
 class Dispatched(TorchDispatchMode):
     """A mode that records the names of operators in order, such as `aten::copy_` and `zerocast::partial_cast`."""
 

@@ -1,6 +1,5 @@
 """gpt-oss, Llama 4, JetMoE and Jamba train with all of their matrices quantized."""
 
-import hashlib
 import math
 from typing import Any
 
@@ -110,23 +109,6 @@ def loss(model: Any, step: int = 0, rank: int = 0) -> Tensor:
     return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
 
-def bytes_of(weight: QuantizedWeight) -> str:
-    """A digest of all bytes that products read."""
-    digest = hashlib.sha256()
-    for columnwise in (False, True):
-        for tensor in weight.direction(columnwise):
-            if tensor is not None:
-                digest.update(tensor.clone().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def assign_gradients(model: nn.Module, step: int) -> None:
-    """Whole numbers, the same on every rank, so that their mean over any number of ranks is exact."""
-    for index, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(1000 * step + index)
-        parameter.grad = torch.randint(-8, 9, parameter.shape, generator=generator).to(parameter.dtype)
-
-
 # Blocks of 128 rows would span two of these experts, which are stored one after another then.
 TRAINED = [
     ("gpt_oss", "mxfp8"),
@@ -202,37 +184,6 @@ def test_training_with_zero(ranks: Ranks, family: str, fmt: str) -> None:
     assert set().union(*(cuts for *_, cuts in results)) == {False, True}
     _, losses, _ = results[0]
     assert losses[-1] < losses[0]
-
-
-def stepped(family: str, fmt: str, moment_dtype: Any) -> tuple[dict[str, str], list[Tensor]]:
-    """The bytes of all weights, and the masters of this rank, after two steps of ZeroAdamW over the same gradients on all
-    ranks.
-    """
-    model = quantized(family, fmt)
-    config = ZeroConfig(bucket_size=4096, moment_dtype=moment_dtype)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=config)
-    for step in range(2):
-        assign_gradients(model, step)
-        optimizer.step()
-    masters = [view.master for views in optimizer.master_views() for view in views.masters if view.master is not None]
-    return {name: bytes_of(weight) for name, weight in weights(model).items()}, masters
-
-
-@pytest.mark.parametrize(
-    ("family", "fmt", "moment_dtype"),
-    [("jetmoe", "mxfp4", torch.float32), ("jamba", "fp8_block", "8bit")],
-)
-def test_bytes_do_not_depend_on_the_number_of_ranks(ranks: Ranks, family: str, fmt: str, moment_dtype: Any) -> None:
-    alone, _ = stepped(family, fmt, moment_dtype)
-    assert [found for found, _ in ranks(3)(stepped, family, fmt, moment_dtype)] == [alone] * 3
-
-
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
-def test_masters_do_not_depend_on_how_experts_are_stored(moment_dtype: Any) -> None:
-    """A step takes each of the experts by itself where they are stored one after another."""
-    _, one_by_one = stepped("jetmoe", "fp8_block", moment_dtype)
-    _, together = stepped("jetmoe", "fp8_current", moment_dtype)
-    assert len(together) and all(map(torch.equal, one_by_one, together))
 
 
 @pytest.mark.parametrize(("family", "fmt"), TRAINED)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
+from tests.observed import operators
 from tests.workers import error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.manager import CastManager
@@ -36,15 +37,6 @@ def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterPar
     recorder = Recorder(manager)
     plain = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
     return MasterParameter(plain, recorder), recorder
-
-
-def operators() -> Iterator[Any]:
-    """Yield all operators of aten in this torch."""
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
-        namespace, _, rest = name.partition("::")
-        operator, _, overload = rest.partition(".")
-        if namespace == "aten" and hasattr(torch.ops.aten, operator):
-            yield getattr(getattr(torch.ops.aten, operator), overload or "default")
 
 
 def writes(argument: Any) -> bool:
@@ -86,7 +78,7 @@ def dispatched(operator: Any, written: Any) -> tuple[list[Tensor], Tensor]:
 )
 def test_every_operator_that_writes_is_noticed() -> None:
     count = 0
-    for operator in operators():
+    for operator in operators("aten"):
         for argument in filter(writes, operator._schema.arguments):
             if operator is torch.ops.aten.detach_.default:
                 continue  # writes nothing
@@ -153,7 +145,7 @@ NOT_OF_MASTERS = {
 def viewing() -> Iterator[Any]:
     """Yield the operators that may return a view of their first argument."""
     elsewhere = {name for names in NOT_OF_MASTERS.values() for name in names.split()}
-    for operator in operators():
+    for operator in operators("aten"):
         declared = any(
             value.alias_info is not None and not value.alias_info.is_write for value in operator._schema.returns
         )

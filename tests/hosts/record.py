@@ -8,6 +8,7 @@ passed by which tests, on what hardware, with which versions, by which command. 
 format, and on how many ranks of what it passed. Nothing in it is written by hand.
 """
 
+import contextlib
 import inspect
 import json
 import os
@@ -131,16 +132,11 @@ def _hardware() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    installed = {name: metadata.distribution(name) for name in PACKAGES if _is_installed(name)}
-    return {name: found.version for name, found in installed.items()}
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -88,8 +88,9 @@ def around(owner: str, *names: str) -> tuple[Place, ...]:
     return tuple(Place(owner, name, when) for name in names for when in ("before", "during", "after"))
 
 
+BESIDE = ("before", "after")
 # of the largest moments of groups that boundaries between ranks cut, once a step
-CUT_GROUPS = tuple(Place("zerocast.optim.moments_8bit:CutGroups", "reduce", when) for when in ("before", "after"))
+CUT_GROUPS = tuple(Place("zerocast.optim.moments_8bit:CutGroups", "reduce", when) for when in BESIDE)
 
 
 def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.fsdp2 import models
-from tests.hosts.stopping import CUT_GROUPS, Place, around
+from tests.hosts.stopping import BESIDE, CUT_GROUPS, Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
@@ -73,7 +73,10 @@ class Zero(HostUnderTest):
         "step": Place("zerocast.optim.gather:WeightGather", "start", "after"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
     }
-    MORE_PLACES: ClassVar[dict[str, tuple[Place, ...]]] = {EIGHT_BITS: CUT_GROUPS}
+    MORE_PLACES: ClassVar[dict[str, tuple[Place, ...]]] = {
+        EIGHT_BITS: CUT_GROUPS,
+        "Muon": tuple(Place("zerocast.optim.muon_step:GradientExchange", "_exchange", when) for when in BESIDE),
+    }
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),

@@ -6,7 +6,6 @@ That the update has the bits of one process is asked in `test_muon.py`, what a p
 import gc
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.distributed.simulated import Simulated, simulate
-from tests.hosts.stopping import FAULTS, Place, check
 from tests.observed import Traffic, live_bytes, settled_bytes
 from tests.optim.probe import BF16, FP32
 from tests.optim.runs import Trainer
@@ -158,21 +156,3 @@ def test_one_rank_exchanges_and_copies_nothing() -> None:
     with Traffic() as traffic:
         trainer.optimizer.step()
     assert not traffic.log
-
-
-EXCHANGE = "zerocast.optim.muon_step:GradientExchange"
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("when", "fault"),
-    [
-        pytest.param(when, fault, marks=() if (when, fault) == ("before", "SIGKILL") else pytest.mark.slow)
-        for when in ("before", "after")
-        for fault in FAULTS
-    ],
-)
-def test_a_rank_that_fails_alone_in_a_round(tmp_path: Path, when: str, fault: str) -> None:
-    """The others raise in time, and name the round."""
-    said = check(tmp_path, "ZeroAdamW", "Muon", Place(EXCHANGE, "_exchange", when), fault, 2)
-    assert any("gradients for the owners of matrices, round" in line for line in said) or fault == "SIGSTOP", said

@@ -6,7 +6,7 @@ import inspect
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides, resolve_name
 
 import zerocast
-from tests.observed import NewStorages
+from tests.observed import NewStorages, operators
 from tests.optim.probe import BF16, FP32
 from tests.optim.runs import DETERMINISTIC, Run, Trainer, rank
 from tests.workers import on_ranks
@@ -40,23 +40,12 @@ def gradient(shape: tuple[int, ...] = (8, 8)) -> tuple[ReducedGradient, ZeroAdam
     return parameter.grad, optimizer
 
 
-def aten_operators() -> Iterator[Any]:
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        if namespace == "aten":
-            packet = getattr(torch.ops.aten, rest.partition(".")[0], None)
-            for overload in packet.overloads() if packet is not None else ():
-                yield getattr(packet, overload)
-
-
 def test_every_operator_is_defined_or_raises():
     """An operator that the table lacks raises in the dispatcher."""
     held, _optimizer = gradient()
-    operators = set(aten_operators())
-    assert len(operators) > 1500
-    defined = set(reduced_gradient._HANDLERS)
-    assert defined <= operators
-    for operator in operators - defined:
+    undefined = set(operators("aten")) - {*reduced_gradient._HANDLERS}
+    assert len(undefined) > 1500
+    for operator in undefined:
         with pytest.raises(RuntimeError, match=r"not defined on the reduced gradient of w.*full_tensor\(\)"):
             ReducedGradient.__torch_dispatch__(operator, (ReducedGradient,), (held,))
 

@@ -82,6 +82,7 @@ RUNS = {
             Spec("tiles", (384, 160), "mxfp4"),
             Spec("squares", (160, 96), "mxfp8:block=32x32"),
             Spec("experts", (3, 160, 64), "mxfp8:block=32x32"),
+            Spec("apart", (3, 96, 64), "fp8_block"),
         ),
         options=(ADAM,),
         config=EIGHT_BIT_MOMENTS,
@@ -100,6 +101,8 @@ RUNS = {
         specs=(
             Spec("experts", (4, 32, 48), "nvfp4"),
             Spec("blocks", (3, 128, 40), "fp8_block"),
+            # Blocks would span two of these experts, which are stored one after another.
+            Spec("apart", (3, 96, 64), "mxfp4"),
             Spec("mx", (2, 32, 64), "mxfp8", FP16),
             Spec("tiles", (2, 128, 96), "mxfp4"),
             Spec("groups", (3, 37, 96), "int4"),

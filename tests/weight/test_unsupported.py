@@ -1,7 +1,7 @@
 """What is said in place of an operator that is not defined on a QuantizedWeight: every operator of this torch, and real calls."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import zerocast
 from tests import casts
+from tests.observed import operators
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.weight import unsupported, weight
@@ -43,17 +44,6 @@ def plain() -> QuantizedWeight:
 
 def experts() -> QuantizedWeight:
     return casts.cast_whole("nvfp4", torch.ones(4, 32, 64), torch.bfloat16)
-
-
-def operators() -> Iterator[Any]:
-    """Every operator of this torch that Python can name, which are those that it can be dispatched to."""
-    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
-        namespace, _, name = qualified.partition("::")
-        name, _, overload = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        found = getattr(packet, overload or "default", None)
-        if found is not None and namespace != "zerocast":
-            yield found
 
 
 def tensor_places(operator: Any) -> list[str]:
