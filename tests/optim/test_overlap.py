@@ -1,6 +1,5 @@
 """An all-gather in flight is seen by nobody: whatever reads a weight first waits, and gets the bytes that it would get without."""
 
-import copy
 import dataclasses
 import io
 import threading
@@ -53,24 +52,10 @@ def saved(probe: Probe) -> Found:
     return {name: casts.raw(loaded[name].dequantize()) for name in QUANTIZED}
 
 
-def deep_copy(probe: Probe) -> Found:
-    return {name: values["rowwise_data"] for name, values in weight_bytes(copy.deepcopy(probe)).items()}
-
-
 def tied_head(probe: Probe) -> Found:
     """Read a weight by a function, in training mode."""
     x = torch.ones(3, 112, dtype=BF16)
     return {"out": casts.raw(nn.functional.linear(x, probe.get_parameter("nv")))}
-
-
-def transposed(probe: Probe) -> Found:
-    x = torch.ones(3, 48, dtype=BF16)
-    return {"out": casts.raw(x @ probe.get_parameter("nv").t().t())}
-
-
-def inference(probe: Probe) -> Found:
-    with torch.inference_mode():
-        return tied_head(probe.eval())
 
 
 def compiled(probe: Probe) -> Found:
@@ -86,12 +71,6 @@ def input_gradient(probe: Probe) -> Found:
     return {"mx": casts.raw(x.grad), "block": casts.raw(y.grad)}
 
 
-def moved(probe: Probe) -> Found:
-    weight = probe.get_parameter("nv")
-    weight.rebind(torch.zeros_like(weight.rowwise_data))
-    return data(probe)
-
-
 def loaded_over(probe: Probe) -> Found:
     """Load with `load_state_dict` into a weight whose gather is in flight. The loaded values must stay."""
     probe.load_state_dict(Probe(SPECS).state_dict())
@@ -104,10 +83,7 @@ def second_optimizer(probe: Probe) -> Found:
     return data(probe)
 
 
-READS = (
-    *(data, columnwise, scales, saved, deep_copy, tied_head, compiled, transposed, inference, input_gradient, moved),
-    *(loaded_over, second_optimizer),
-)
+READS = (data, columnwise, scales, saved, tied_head, compiled, input_gradient, loaded_over, second_optimizer)
 
 
 def read_in_flight(config: ZeroConfig, read: Callable[[Probe], Found], steps: int) -> Found:
