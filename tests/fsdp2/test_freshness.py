@@ -264,27 +264,11 @@ def by_hand(model: Any) -> Callable[[], object]:
     return lambda: None
 
 
-def broken_off(model: Any) -> Callable[[], object]:
-    """Break off a pass that has gathered the first block and begun to gather the second."""
-    model.set_modules_to_forward_prefetch(list(model.blocks))
-    with test_loops.breaking(model.blocks[0][0]):
-        models.forward(model)
-    return lambda: None
-
-
 def broken_in_the_root(model: Any) -> Callable[[], object]:
     """Break off a pass that has gathered the weights of the root module."""
     model.reshard()
     with test_loops.breaking(model.first):
         models.forward(model)
-    return lambda: None
-
-
-def broken_backward(model: Any) -> Callable[[], object]:
-    """Break off a backward pass that has begun to gather a block."""
-    with test_loops.breaking_backward(model.blocks[1]):
-        test_loops.loss(model, 0).backward()
-    model.reshard()
     return lambda: None
 
 
@@ -314,9 +298,7 @@ def evaluated(model: Any) -> Callable[[], object]:
         (begun, True),
         (by_hand, False),
         (by_hand, True),
-        (broken_off, True),
         (broken_in_the_root, False),
-        (broken_backward, True),
         (broken_backward_in_the_root, False),
         (evaluated, False),
         (evaluated, True),

@@ -1,6 +1,5 @@
-"""Host, CastDriver and Patches without a training host: what every host relies on."""
+"""Host and CastDriver without a training host: what every host relies on."""
 
-import contextlib
 from unittest import mock
 
 import pytest
@@ -10,7 +9,6 @@ import zerocast
 from zerocast import QuantizedWeight
 from zerocast.cast.host import CastDriver, Host, raising_together
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.integrations import Patch, Patches
 
 
 class Trained:
@@ -18,7 +16,7 @@ class Trained:
 
     def __init__(self) -> None:
         self.weights = [QuantizedWeight.empty((32, 64), fmt) for fmt in ("fp8_delayed", "fp8_block")]
-        masters = [torch.randn(32 * 64) for _ in self.weights]
+        masters = [torch.randn(32, 64) for _ in self.weights]
         host = Host(owner="a host", group=ONE_PROCESS, weights=self.weights, masters=masters, starts=[0, 0])
         self.driver = CastDriver(host)
         self.driver.refresh()
@@ -62,25 +60,6 @@ def test_an_exception_between_two_casts_is_told_by_the_second() -> None:
     with pytest.raises(ValueError, match="injected"):
         step()
     assert [driver.refuse.mock_calls for driver in (made, alone, second, third)] == [[], [], [mock.call(error)], []]
-
-
-def test_patches_give_back_what_was_there() -> None:
-    class Kind:
-        def method(self) -> str:
-            return "theirs"
-
-    one = Kind()
-    vars(one)["held"] = "before"
-    state = dict(vars(one))
-    with contextlib.suppress(ZeroDivisionError), Patches() as patches:
-        patches.remove(one, "held")
-        patches.apply(
-            Patch(one, "method", lambda inner=one.method, number=number: f"{number} {inner()}") for number in (1, 2)
-        )
-        patches.apply([Patch(Kind, "method", lambda self: "patched")])
-        assert (one.method(), Kind().method()) == ("2 1 theirs", "patched") and not hasattr(one, "held")
-        raise ZeroDivisionError
-    assert vars(one) == state and Kind().method() == "theirs"
 
 
 @pytest.mark.notices(
