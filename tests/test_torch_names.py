@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,12 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zerocast
 from zerocast import torch_names
-from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, PrivateName
+from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, REPLACED, PrivateName, Replaced
 
 PACKAGE = Path(zerocast.__file__).parent
+INTEGRATIONS = PACKAGE.parent / "integrations"
 TABLE = PACKAGE / "torch_names.py"
 # Private names of Python and transformers, our compiled module, and texts that look like names.
 NOT_TORCH = {
@@ -35,6 +40,30 @@ NOT_TORCH = {
     "_shape",
     "_slice_file",
 }
+
+
+# Prints as JSON the attributes of modules and classes of torch that are others after a model was prepared.
+REPLACING = """
+import json, sys
+import torch
+import torch._dynamo  # replaces torch.manual_seed, whoever imports it
+from zerocast import fsdp2
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch":
+            for key, value in list(vars(module).items()):
+                found[f"{name}.{key}"] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found.update({f"{name}:{key}.{method}": it for method, it in list(vars(value).items())})
+    return found
+
+before = attributes()
+fsdp2.prepare(torch.nn.Linear(32, 32), {"weight": "nvfp4"})
+after = attributes()
+print(json.dumps([name for name in before if callable(before[name]) and after.get(name) is not before[name]]))
+"""
 
 
 @functools.cache
@@ -91,6 +120,20 @@ def test_private_names_are_in_the_table() -> None:
     assert {name: file for name, file in found.items() if name not in known | NOT_TORCH} == {}
 
 
+def test_integrations_use_private_names_of_the_table() -> None:
+    """They also use private names of their hosts, so only those that are written with torch's name are compared."""
+    known = {name.name for name in (*FSDP2, *OTHERS)}
+    found = set()
+    for path in INTEGRATIONS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            imported = list(used(node)) if isinstance(node, ast.ImportFrom) else []
+            names = dotted.split(".") if re.fullmatch(r"torch(\.\w+)+", dotted) else imported
+            found |= {name for name in names if is_private(name)}
+    assert "_foreach_copy_" in found
+    assert found <= known
+
+
 def test_the_table_has_nothing_beyond_what_is_used() -> None:
     text = "\n".join(path.read_text() for path, _ in trees())
     words = set(re.findall(r"\b_\w+", text))
@@ -99,6 +142,25 @@ def test_the_table_has_nothing_beyond_what_is_used() -> None:
 
 def test_this_torch_has_the_names() -> None:
     assert torch_names.missing_names((*FSDP2, *OTHERS)) == []
+
+
+def test_prepare_replaces_nothing_of_torch_beyond_its_table(tmp_path: Path) -> None:
+    """Every class of torch is compared, in a process of its own, before and after a model is prepared."""
+    script = tmp_path / "replaced.py"
+    script.write_text(REPLACING)
+    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
+    there = {f"{r.owner}.{r.name}" for r in REPLACED if hasattr(DTensor, r.name)}
+    assert set(json.loads(answer)) == there
+
+
+@pytest.mark.parametrize("replaced", REPLACED, ids=lambda replaced: replaced.name)
+def test_a_test_shows_that_a_replacement_is_needed(replaced: Replaced) -> None:
+    """The test that is named calls torch's own method."""
+    file, _, name = replaced.shown_by.partition("::")
+    tree = ast.parse((PACKAGE.parent / file).read_text())
+    (test,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    words = ast.unparse(test)
+    assert replaced.name in words and "__wrapped__" in words
 
 
 @pytest.fixture

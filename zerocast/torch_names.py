@@ -4,6 +4,8 @@ work, and the public way that would replace each.
 `docs/tested.md` says which tests ran with which release. A test fails on a private name that is not
 in this table (`tests/test_torch_names.py`). `zerocast.fsdp2.prepare` and `zerocast doctor` check
 whether the installed torch has the names.
+
+`REPLACED` has the methods of torch that `prepare` replaces for the whole process.
 """
 
 import functools
@@ -56,6 +58,8 @@ class PrivateName(NamedTuple):
 
 
 _FSDP = "torch.distributed.fsdp"
+_GROUP = f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup"
+_DTENSOR = "torch.distributed.tensor:DTensor"
 _EXTENSIONS = "extension points of FSDP2 for subclasses that are gathered as different bytes"
 _GROUPS = "a public way to the parameter groups of an FSDPModule and their state"
 _FUSED = "a public name of the foreach operators"
@@ -68,9 +72,9 @@ FSDP2 = (
     PrivateName("_state_ctx", "", "notice that a backward pass raised", "a public query of it"),
     PrivateName("_training_state", "", "whether a group is within a pass", _GROUPS),
     PrivateName(
-        "_to_sharded", "", "free the groups that a forward pass left gathered", "FSDPModule.reshard for one group"
+        "_to_sharded", _GROUP, "free the groups that a forward pass left gathered", "FSDPModule.reshard for one group"
     ),
-    PrivateName("_to_unsharded", "", "read attributes of gathered weights without __torch_function__", _EXTENSIONS),
+    PrivateName("_to_unsharded", _GROUP, "read attributes of gathered weights without __torch_function__", _EXTENSIONS),
     PrivateName("_all_reduce_hook", "", "a user's hook runs as without zerocast", _GROUPS),
     PrivateName("_post_accumulate_grad_hooks", "torch:Tensor", "the same", "a public query of hooks"),
     PrivateName("_all_gather_result", "", "drop gathers of a pass that raised", "FSDPModule.reshard, if it did so"),
@@ -199,6 +203,38 @@ OTHERS = (
             "_to_dense",
             "_to_sparse",
         )
+    ),
+)
+
+
+class Replaced(NamedTuple):
+    """A method of torch that `zerocast.fsdp2.prepare` replaces for the whole process.
+
+    Attributes:
+        name: the method.
+        owner: the "module:class" that has it.
+        why: the reason why no subclass, hook or argument can do it.
+        shown_by: the test that fails once torch needs it no longer, as "file::test".
+    """
+
+    name: str
+    owner: str
+    why: str
+    shown_by: str
+
+
+REPLACED = (
+    Replaced(
+        "redistribute",
+        _DTENSOR,
+        "full_tensor and torch's getters of full states call it, and over one rank it returns the shard itself",
+        "tests/fsdp2/test_full_state.py::test_a_full_tensor_is_a_copy",
+    ),
+    Replaced(
+        "_stable_hash_for_caching",
+        _DTENSOR,
+        "the cache of compiled graphs asks the class, whose key lacks the local tensor",
+        "tests/fsdp2/test_optimizers.py::test_the_key_of_a_compiled_graph",
     ),
 )
 
