@@ -49,6 +49,16 @@ def test_a_cast_makes_few_calls(fmt: str) -> None:
     assert by_file.total() <= MAX_CALLS[fmt] and len(by_file) <= MAX_FILES, by_file
 
 
+def test_building_a_plan_calls_no_function_of_a_weight() -> None:
+    """`__torch_function__` would take microseconds for each attribute of each weight that a plan reads."""
+    weights = [QuantizedWeight.empty(SHAPE, fmt) for fmt in MAX_CALLS]
+    masters = [torch.randn(weight.numel()) for weight in weights]
+    refused = mock.patch.object(QuantizedWeight, "__torch_function__", side_effect=AssertionError("a weight is asked"))
+    with refused:
+        plan = CastPlan(weights, masters, [0] * len(weights))
+    plan.cast()
+
+
 @pytest.mark.parametrize("prepare", [zerocast.quantize_, zerocast.fsdp2.prepare])
 def test_quantizing_calls_in_proportion_to_the_weights(prepare: Callable[..., object]) -> None:
     """Quantizing looks at every module once, and not once for every weight."""

@@ -212,16 +212,18 @@ class CastPlan(Plan):
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
-        self._partition = partition(
-            self.group,
-            model_weights,
-            master_weights,
-            start_offsets,
-            fsdp_shard_model_weights,
-            backend,
-            scale_cuts,
-            is_overridable=lambda other: other is claim,
-        )
+        # Without this each attribute of a weight takes microseconds, through `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._partition = partition(
+                self.group,
+                model_weights,
+                master_weights,
+                start_offsets,
+                fsdp_shard_model_weights,
+                backend,
+                scale_cuts,
+                is_overridable=lambda other: other is claim,
+            )
         # Set by a switch of formats, to compare the bytes of ranks until a gather has given all of
         # them the same new bytes. None otherwise.
         self._switched: SwitchedBytes | None = None
@@ -238,14 +240,16 @@ class CastPlan(Plan):
         self._is_stepped = param_groups is not None
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.validity = validity or Validity()
-        self.validity.owner, self.validity.has_masters = weakref.ref(self), True
+        self.validity.owner = weakref.ref(self)
+        self.validity.has_masters = True
         self.validity.add_precheck(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         # True until the first cast, which drops the values that the weights were quantized from.
         self._keeps_initial_values = True
-        self._lay_out()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._lay_out()
         if claim is None:
             # By parameter, so that weights still count as trained after `.data =` gave them
             # different storage.
@@ -661,7 +665,8 @@ class CastPlan(Plan):
         self._tables = CastTables.of(self._partition, self._cast_indices, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         # The next cast compares these, to find out whether a weight has moved (`_follow`).
-        self._storage_version, self._states = self.validity.storage_version, list(map(_state_of, self.weights))
+        self._storage_version = self.validity.storage_version
+        self._states = list(map(_state_of, self.weights))
 
 
 @dataclass(frozen=True)
