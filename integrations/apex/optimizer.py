@@ -232,7 +232,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         The alignment is zerocast's, which is a multiple of Apex's.
         """
         before = self.alignment, self.default_shard_size
-        self.alignment, self.default_shard_size = SHARD_ALIGNMENT_ELEMENTS, shard_numel
+        self.alignment = SHARD_ALIGNMENT_ELEMENTS
+        self.default_shard_size = shard_numel
         try:
             yield
         finally:

@@ -209,7 +209,8 @@ class Accelerator(accelerate.Accelerator):
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models = models
+            self._optimizers = optimizers
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -195,11 +195,13 @@ class ZeroStrategy(DDPStrategy):
         weights are views of the optimizer's buffers and cannot be moved separately.
         """
         module, optimizers = self._lightning_module, self.optimizers
-        self._lightning_module, self.optimizers = None, []
+        self._lightning_module = None
+        self.optimizers = []
         try:
             super().teardown()
         finally:
-            self._lightning_module, self.optimizers = module, optimizers
+            self._lightning_module = module
+            self.optimizers = optimizers
 
     @property
     def _zero(self) -> list[ZeroOptimizer]:

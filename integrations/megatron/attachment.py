@@ -264,7 +264,9 @@ class Attachment:
                     of_optimizer = [share for share in self._shares if share.owned.optimizer is optimizer]
                     delayed = {share.owned.suffix: share.driver.plan.delayed for share in of_optimizer}
                     unattached.refuse(optimizer, unattached.DetachedState(delayed, self._guard.validity))
-            self.plans, self._optimizers, self._shares = [], [], []
+            self.plans = []
+            self._optimizers = []
+            self._shares = []
 
     def _after_step(self) -> None:
         """Verify every `verify_every` steps. Raises VerificationError on every rank."""

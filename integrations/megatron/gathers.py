@@ -95,7 +95,8 @@ class Gathers(Gather):
     """
 
     def __init__(self, owned: OwnedShare, guard: Guard) -> None:
-        self._bucket_groups, self._guard = owned.bucket_groups, guard
+        self._bucket_groups = owned.bucket_groups
+        self._guard = guard
         self._is_shared = owned.group.size > 1
         self.te_tensors = TETensors((own.name, own.param, own.weight) for own in owned.weights)
         # Ids of the bucket groups that have not gathered the bytes of the last cast.

@@ -73,7 +73,8 @@ class Installation:
     """
 
     def __init__(self, recipe: Recipe | None, verify_every: int | None) -> None:
-        self._recipe, self._verify_every = recipe, verify_every
+        self._recipe = recipe
+        self._verify_every = verify_every
         # Weak: an attachment lives as long as the optimizer whose methods refer to it.
         self._attachments: list[weakref.ref[Attachment]] = []
         # The optimizers that `setup_model_and_optimizer` has built since `install`.

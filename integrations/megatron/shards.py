@@ -165,7 +165,8 @@ def _owned_share(share: Share, names: Mapping[int, str], groups: Sequence[Any]) 
     for param, master, start, rounded in share.masters():
         if is_primary(param):
             owned = weights[id(param)]
-            owned.master, owned.start = memory_of(master), start
+            owned.master = memory_of(master)
+            owned.start = start
         else:
             name = names.get(id(param), _UNKNOWN)
             plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())

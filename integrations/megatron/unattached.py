@@ -57,7 +57,9 @@ class RefusedMethod:
     """
 
     def __init__(self, optimizer: Any, name: str, detached: DetachedState | None) -> None:
-        self._optimizer, self._name, self.detached = optimizer, name, detached
+        self._optimizer = optimizer
+        self._name = name
+        self.detached = detached
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError, or call the host's method if all quantized weights are attached."""

@@ -118,7 +118,8 @@ class _Enabled:
     """
 
     def __init__(self, parallel_dims: Any, first: bool) -> None:
-        self._parallel_dims, self._first = parallel_dims, first
+        self._parallel_dims = parallel_dims
+        self._first = first
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._parallel_dims, name)

@@ -227,7 +227,8 @@ class _BeforeForward:
     """
 
     def __init__(self, presentation: GatheredWeight, name: str) -> None:
-        self._presentation, self._name = presentation, name
+        self._presentation = presentation
+        self._name = name
         # The inputs that have the hook.
         self._inputs = WeakTensorKeyDictionary()
 

@@ -185,7 +185,8 @@ class MastersOf:
     """The result of `masters_of`. `master_views` reads the tensors' current buffers."""
 
     def __init__(self, model_weights: Sequence[Any], group: Group) -> None:
-        self._model_weights, self._group = list(model_weights), group
+        self._model_weights = list(model_weights)
+        self._group = group
 
     def master_views(self) -> Iterator[MasterViews]:
         """Yield the masters of the last call with these weights. Collective.

@@ -157,7 +157,9 @@ class BoundStage:
     """
 
     def __init__(self, stage: CompiledStage, fixed: Mapping[int, Any], check: Callable[..., None]) -> None:
-        self._stage, self._fixed, self._check = stage, fixed, check
+        self._stage = stage
+        self._fixed = fixed
+        self._check = check
         lists = (value for value in fixed.values() if isinstance(value, list))
         self._tensors: list[Tensor] = list(itertools.chain.from_iterable(lists))
         # None before the first call.

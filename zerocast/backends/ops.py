@@ -259,7 +259,8 @@ class Stage:
     def __init__(self, name: str) -> None:
         self.op = define(name, schema_of(name), _run(name))
         self.arguments = [argument.name for argument in arguments_of(name) if argument.kind != "format"]
-        self._name, self._check = name, _check_of(name)
+        self._name = name
+        self._check = _check_of(name)
         # The functions that `__call__` has made with no argument fixed, keyed by its `head`.
         self._unfixed: dict[tuple[str, ...], Callable[..., None]] = {}
 
@@ -468,8 +469,11 @@ class Dequantization:
         self, backend: str, format: str, rows: int, columns: int, columnwise: bool, dtype: torch.dtype
     ) -> None:
         checks.check_value_dtype(dtype)
-        self._backend, self._format = backend, get_format(format)
-        self._shape, self._columnwise, self._dtype = (rows, columns), columnwise, dtype
+        self._backend = backend
+        self._format = get_format(format)
+        self._shape = (rows, columns)
+        self._columnwise = columnwise
+        self._dtype = dtype
         # What `memory` returns behind the address of a result.
         self._memory_of_out = DTYPES[dtype], rows * columns * dtype.itemsize
         self._stage: Any = implementation("dequantize", backend)

@@ -160,10 +160,13 @@ class PackedAmaxes(Generic[Weight]):
         self._group = group
         # The type of the device to copy amaxes to for a reduction. None if the buffer is on it.
         self._comm_device_type = None if comm_device_type in (None, device.type) else comm_device_type
-        self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
+        self.offsets = layout.offsets
+        self.flag_of = layout.flag_of
+        self.shared = layout.shared
         self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
         self.flags = self._part(layout.flags)
-        self._reduced, self._maxima = self._part(layout.reduced), self._part(layout.maxima)
+        self._reduced = self._part(layout.reduced)
+        self._maxima = self._part(layout.maxima)
         around_call = Span(0, layout.call.start), Span(layout.call.stop, layout.size)
         self._cleared = [self._part(span) for span in around_call if span.numel]
         bounds = layout.group_bounds

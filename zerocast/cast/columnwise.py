@@ -27,7 +27,8 @@ class ColumnwiseCopies:
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight], backend: str, validity: Validity | None = None) -> None:
-        self._all, self._validity = list(weights), validity
+        self._all = list(weights)
+        self._validity = validity
         self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._weights: list[QuantizedWeight] = []
         self._backend = backend

@@ -290,7 +290,8 @@ class CastDriver:
         """Continue with new facts of the same masters, after the weights `changed` were given other
         formats. Casts and gathers. Collective.
         """
-        self.host, self.gather = host, host.gather
+        self.host = host
+        self.gather = host.gather
         self._flatten_delayed_scaling()
         self.plan.rebuild(changed, host.weights, host.scale_cuts)
         self.refresh()

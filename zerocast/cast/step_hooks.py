@@ -37,7 +37,10 @@ class StepHooks:
     """
 
     def __init__(self, partition: Partition, indices: Sequence[int], group: Group, owner: Claim | None) -> None:
-        self.partition, self._indices, self._group, self._owner = partition, indices, group, owner
+        self.partition = partition
+        self._indices = indices
+        self._group = group
+        self._owner = owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[Collection[int]], None]) -> RemovableHandle:
@@ -144,7 +147,11 @@ class _CastAfterStep:
         stepped: set[int | None],
         changed: set[int],
     ) -> None:
-        self.hooks, self.cast, self.claim, self.stepped, self.changed = hooks, cast, claim, stepped, changed
+        self.hooks = hooks
+        self.cast = cast
+        self.claim = claim
+        self.stepped = stepped
+        self.changed = changed
         # The parameters of the optimizer at its last step. Others may take their place.
         self._parameters: list[Tensor] = []
 

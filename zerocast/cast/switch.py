@@ -221,7 +221,8 @@ class SwitchedBytes:
     """
 
     def __init__(self, group: Group, weights: Mapping[str, QuantizedWeight]) -> None:
-        self._group, self._weights = group, weights
+        self._group = group
+        self._weights = weights
         self._casts_compared = 0
         # The sums of the bytes after the switch, and after the last gather. None before a gather.
         self._switched = self._sums()

@@ -55,7 +55,8 @@ class StorageSnapshot:
     """
 
     def __init__(self, tensors: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:
-        self._tensors, self._buffers = list(tensors), list(buffers)
+        self._tensors = list(tensors)
+        self._buffers = list(buffers)
         storages = (tensor.untyped_storage() for tensor in (*self._tensors, *self._buffers))
         by_address = {storage._cdata: storage for storage in storages}
         self._storages = list(by_address.values())
@@ -166,7 +167,8 @@ class WeightTable:
     group_count: int
 
     def __init__(self, key: TableKey, device: torch.device, of_whole_weights: bool = False) -> None:
-        self.key, self.device = key, device
+        self.key = key
+        self.device = device
         # True if stages read all codes of a weight, not only the codes of its owned elements.
         self._of_whole_weights = of_whole_weights
         self._rows: list[list[int]] = []
@@ -374,7 +376,8 @@ class WeightTable:
         storages; None without any.
         """
         part = WeightTable(self.key, self.device)
-        part.masters, part.buffers = self.masters, self.buffers
+        part.masters = self.masters
+        part.buffers = self.buffers
         for row, group in zip(self._rows, self._groups, strict=True):
             span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
             for piece in pieces((row[Column.ROWS], row[Column.COLUMNS]), span) if span.numel else ():
@@ -569,7 +572,9 @@ class WeightTables(dict[TableKey, WeightTable]):
         make: "Callable[[TableKey, torch.device], WeightTable]" = WeightTable,
     ) -> None:
         super().__init__()
-        self._device, self._backend, self._make = device, backend, make
+        self._device = device
+        self._backend = backend
+        self._make = make
 
     def of(
         self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True

@@ -44,7 +44,8 @@ class RankOrderReduceScatter:
     def __init__(self, full: Tensor, group: Group, wire: str | None, backend: str | None, what: str = "") -> None:
         if not full.is_floating_point() or full.itemsize > 4:
             raise TypeError(f"gradients of {full.dtype} cannot be added in FP32: FP32, bf16 and fp16 ones can")
-        self._ranks, self._backend = group.size, backends.choose(full.device, backend)
+        self._ranks = group.size
+        self._backend = backends.choose(full.device, backend)
         self._sent = full
         if wire:
             part = GradientMessage(full.numel() // group.size)

@@ -151,8 +151,10 @@ class CastReports:
     """
 
     def __init__(self, group: Group, numbers: Tensor, names: Sequence[str], raises_together: bool = False) -> None:
-        self._group, self._names = group, names
-        self._numbers, self._digests = numbers, numbers[len(names) :]
+        self._group = group
+        self._names = names
+        self._numbers = numbers
+        self._digests = numbers[len(names) :]
         self.compares_calls = self._digests.numel() > 0
         # The last call that was announced, and whether the numbers still hold its digest, which the
         # all-reduce overwrites.

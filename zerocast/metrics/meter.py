@@ -278,7 +278,8 @@ class Meter:
     def __init__(self, owner: Any, every: int = 100) -> None:
         if every < 1:
             raise ValueError(f"every is at least 1, got {every}")
-        self._every, self._steps = every, 0
+        self._every = every
+        self._steps = 0
         self._casts = CastMeter(owner)
 
     @contextlib.contextmanager

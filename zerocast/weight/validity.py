@@ -85,7 +85,9 @@ class InvalidWeights(RuntimeError):
 
     def __init__(self, what: str, since: str = "", remedy: str = "") -> None:
         super().__init__(what, since, remedy)
-        self.what, self.since, self.remedy = what, since, remedy
+        self.what = what
+        self.since = since
+        self.remedy = remedy
 
     def __str__(self) -> str:
         wrong = ", ".join(part for part in (self.what, self.since) if part)
@@ -153,9 +155,13 @@ class Validity:
         recast_remedy: str | None = None,
         advice: str = CAST,
     ) -> None:
-        self._load, self._recast_remedy, self.advice = load, recast_remedy, advice
-        self.casts, self.copies = 0, -1
-        self.version, self.storage_version = next(_versions), next(_versions)
+        self._load = load
+        self._recast_remedy = recast_remedy
+        self.advice = advice
+        self.casts = 0
+        self.copies = -1
+        self.version = next(_versions)
+        self.storage_version = next(_versions)
         self.has_masters = self.sharded = False
         self.owner: Callable[[], Any] | None = None
         self.before_read: Callable[[Any], None] | None = None
@@ -178,7 +184,8 @@ class Validity:
         `add_precheck`.
         """
         part = Validity(self._load, self._recast_remedy, self.advice)
-        part._writing, part._prechecks = self._writing, self._prechecks
+        part._writing = self._writing
+        part._prechecks = self._prechecks
         return part
 
     # -- checks
@@ -267,7 +274,8 @@ class Validity:
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
         """Record that the weights are cast from these masters, and hold a cast of them now."""
-        self._masters, self.sharded = [weakref.ref(master) for master in masters], sharded
+        self._masters = [weakref.ref(master) for master in masters]
+        self.sharded = sharded
         _watching.add(self)
         self._note_masters()
 
@@ -306,7 +314,8 @@ class Validity:
         self._has_stepped |= self.casts == self._casts_before_step
 
     def _note_masters(self) -> None:
-        self._has_stepped, self._counters = False, None
+        self._has_stepped = False
+        self._counters = None
         if _debug_hooks or self._is_observed:
             masters = [reference() for reference in self._masters]
             self._counters = [-1 if master is None else master._version for master in masters]
@@ -331,11 +340,14 @@ class Validity:
         if masters or not writing.failed_masters:
             writing.failed = what
             writing.failed_masters = masters
-        writing.thread, writing.what = thread, what
+        # In this order, since an interrupt before `try` must not leave a thread that never ends.
+        writing.what = what
+        writing.thread = thread
         try:
             yield
             if masters or not writing.failed_masters:
-                writing.failed, writing.failed_masters = None, False
+                writing.failed_masters = False
+                writing.failed = None
         finally:
             writing.thread = None
 
