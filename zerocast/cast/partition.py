@@ -265,18 +265,22 @@ def _check_weights(model_weights: Sequence[Any]) -> None:
 def _check_apart(shards: Sequence[MasterShard]) -> None:
     """Raise ValueError if a cast of one weight would write bytes of another one, or of a master.
 
-    Masters may share memory, since a cast only reads them.
+    Masters may share memory, since a cast only reads them. So may the amaxes and scales of delayed
+    scaling, which a host keeps for several weights.
     """
     seen: dict[int, int] = {}
-    ranges = []
+    ranges: list[tuple[Tensor, str]] = []
     for index, shard in enumerate(shards):
         first = seen.setdefault(id(shard.weight.state), index)
         if first != index:
             raise ValueError(f"model weights {first} and {index} are the same weight")
         buffers: dict[str, Tensor | None] = dict(shard.weight.state.buffers)
         buffers.update(zip(("rowwise_data", "columnwise_data"), shard.stored, strict=False))
-        ranges += [(tensor, f"model weight {index}") for tensor in buffers.values() if tensor is not None]
-        ranges += [] if shard.master is None else [(shard.master, "a master")]
+        for name, tensor in buffers.items():
+            if tensor is not None and name.endswith(("_data", "_scale_inv")):
+                ranges.append((tensor, f"model weight {index}"))
+        if shard.master is not None:
+            ranges.append((shard.master, "a master"))
     furthest, by = 0, ""
     places = [(tensor.data_ptr(), tensor.numel() * tensor.itemsize, what) for tensor, what in ranges]
     for start, size, what in sorted(place for place in places if place[1]):
