@@ -68,6 +68,17 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
     saved, ours = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], param_groups))
     if saved != ours:
         raise ValueError(f"the state has groups of {saved} parameters, this optimizer of {ours}")
+    names, our_names = (
+        [name for group in groups for name in group.get("param_names", ())]
+        for groups in (state_dict["param_groups"], param_groups)
+    )
+    # Other names may be those of a wrapped model. torch loads by position, whatever they are.
+    if names != our_names and sorted(names) == sorted(our_names):
+        moved = next(pair for pair in zip(names, our_names, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            "the state has the parameters of this optimizer in another order, {} in the place of {}: build the optimizer with "
+            "the parameters in the order of the state".format(*moved)
+        )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=True):

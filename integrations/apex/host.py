@@ -20,25 +20,12 @@ MODULE = "apex.contrib.optimizers.distributed_fused_adam"
 UNKNOWN = "this Apex has an API that zerocast does not support (supported: July 2026)"
 SOURCE = "build NVIDIA's from a checkout of github.com/NVIDIA/apex"
 
-# The methods that are overridden here. Under a different name Apex would not call them.
-_OVERRIDDEN = (
-    "_broadcast_params",
-    "_check_params_shard_dtypes",
-    "_init_param_state",
-    "_local_step",
-    "grad_norm",
-    "load_state_dict",
-    "param_sync",
-    "state_dict",
-)
-
 
 def optimizer_class() -> Any:
     """Apex's DistributedFusedAdam.
 
     Raises ImportError if Apex is missing, a different project of that name is installed, or its
-    compiled extensions are missing; RuntimeError with the missing names if the class has an
-    unsupported API.
+    compiled extensions are missing; RuntimeError if it has no such class.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -57,8 +44,6 @@ def optimizer_class() -> Any:
             f"{MODULE} is installed and cannot be imported: {error}. Build Apex with the extensions amp_C and distributed_adam_cuda"
         ) from error
     with known_api(UNKNOWN):
-        for name in _OVERRIDDEN:
-            getattr(module.DistributedFusedAdam, name)
         return module.DistributedFusedAdam
 
 

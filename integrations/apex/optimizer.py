@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.cast.host import CastDriver, raising_together
+from zerocast.cast.host import CastDriver, casting, raising_together
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
-from zerocast.integrations import known_api
+from zerocast.integrations import known_api, overrides
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 
@@ -32,6 +32,7 @@ from .host import problem_of
 _Host: Any = host.optimizer_class()
 
 
+@overrides("refresh", "master_views", "_lay_out", "_layout", "_named", "_keys")
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
@@ -193,7 +194,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         all of it, and the later `param_sync` does nothing.
         """
         with self._plan.validity.transaction("an optimizer step"):
-            with raising_together([self._driver]):
+            with raising_together([self._driver]), casting([self._driver]):
                 super()._local_step(bucket_ids)
             super().param_sync()
             self._quantized.start(self._plan)

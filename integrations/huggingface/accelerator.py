@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zerocast import fsdp2
 from zerocast.checkpoint.store import local_path
 from zerocast.formats.recipe import RecipeLike
-from zerocast.integrations import zero_run
+from zerocast.integrations import overrides, zero_run
 from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim import full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer
@@ -26,6 +26,7 @@ CHECKPOINTS = "save with zerocast.optim.Checkpoints(url), or copy the folder onc
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
+@overrides("_zero", "_quantized", "_with_masters", "_without_zero")
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator that leaves a model with QuantizedWeights as it is.
 

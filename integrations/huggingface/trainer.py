@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from zerocast.checkpoint.store import local_path
-from zerocast.integrations import Patch, Patches, zero_run
+from zerocast.integrations import Patch, Patches, overrides, zero_run
 from zerocast.integrations.zero_run import is_quantized
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.zero_optimizer import ZeroOptimizer
@@ -42,6 +42,7 @@ REFUSED_OF_OPTIMIZER = {
 }
 
 
+@overrides("_load_state", "_zero")
 class Trainer(transformers.Trainer):
     """transformers.Trainer for a model that `zerocast.quantize_` was called on.
 

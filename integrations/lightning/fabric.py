@@ -10,13 +10,14 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from zerocast.checkpoint.store import as_location
-from zerocast.integrations import zero_run
+from zerocast.integrations import overrides, zero_run
 from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 from .trainer import FOLDER, META, SAVE_ID, check_no_folder
 
 
+@overrides()
 class FabricZeroStrategy(DDPStrategy):
     """`Fabric(strategy=FabricZeroStrategy())`: `setup(model, optimizer)` of a quantized model and
     its ZeroAdamW.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.store import as_location
-from zerocast.integrations import zero_run
+from zerocast.integrations import overrides, zero_run
 from zerocast.integrations.zero_run import (
     check_device,
     check_owners,
@@ -30,6 +30,7 @@ META, FOLDER = "lightning.ckpt", "zerocast"
 SAVE_ID = "zerocast_save_id"
 
 
+@overrides("_zero")
 class ZeroStrategy(DDPStrategy):
     """`Trainer(strategy=ZeroStrategy())` for a LightningModule whose `configure_optimizers` returns
     a ZeroAdamW.

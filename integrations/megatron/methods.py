@@ -43,6 +43,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerocast.cast.host import casting
 from zerocast.distributed.group import Group
 from zerocast.integrations import Patch
 from zerocast.weight.owners import Claim
@@ -178,7 +179,8 @@ def _step_and_load_patches(
     hosts_step = owner.step_with_ready_grads
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with raising_on_all(shares), guard.writing("an optimizer step", masters=True):
+        drivers = [share.driver for share in shares]
+        with raising_on_all(shares), guard.writing("an optimizer step", masters=True), casting(drivers):
             return hosts_step(*args, **kwargs)
 
     def loading(hosts_load: Method) -> Method:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerocast import fsdp2
 from zerocast.fsdp2.prepare import is_prepared, managers_behind
+from zerocast.integrations import overrides
 
 from . import host
 
@@ -21,6 +22,7 @@ PREFIX = "zerocast."
 _Host: Any = host.OptimizersContainer
 
 
+@overrides("leave_amaxes")
 class DelayedStates(_Host):  # type: ignore[misc]
     """torchtitan's container with the state of fp8_delayed weights in addition to the optimizers',
     as `zerocast.<weight>.{scale,amax_history,cast_scale}`.

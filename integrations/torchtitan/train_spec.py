@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from zerocast.integrations import overrides
+
 from . import host
 from .optimizer import build_optimizers
 from .section import NAME, prepare_model, recipe_of
@@ -30,6 +32,7 @@ _Converter: Any = host.QuantizationConverter
 FIRST = ("tp", "cp")
 
 
+@overrides()
 class MasterWeightConverter(_Converter):  # type: ignore[misc]
     """`quantize.linear.zerocast` of `model.converters`.
 

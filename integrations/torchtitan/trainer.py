@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zerocast
 from zerocast.formats.recipe import RecipeLike
 from zerocast.fsdp2 import FusedAdamW
+from zerocast.integrations import overrides
 
 from . import host
 from .optimizer import DelayedStates
@@ -43,6 +44,7 @@ class Section(Zerocast):
     """Like the argument of `zerocast.Recipe`, from Python only"""
 
 
+@overrides()
 class Optimizers(DelayedStates):
     """torchtitan's container, which also takes `implementation="zerocast"`: FusedAdamW for AdamW,
     in every parameter group that has it.
@@ -74,6 +76,7 @@ class Optimizers(DelayedStates):
 _Host: Any = host.Trainer
 
 
+@overrides()
 class Quantizing(_Host):  # type: ignore[misc]
     """The part of a Trainer that `config_class` adds to torchtitan's: it prepares the weights."""
 

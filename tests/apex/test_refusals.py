@@ -115,6 +115,14 @@ def _of_another_layout() -> None:
         build(model())
 
 
+def _without_the_cast() -> None:
+    one = model()
+    optimizer = build(one)
+    one(torch.ones(1, 64, dtype=torch.bfloat16, device=device())).sum().backward()
+    with mock.patch.object(apex.DistributedFusedAdam, "_local_step", return_value=None):
+        optimizer.step()
+
+
 FIRST_FORMAT = "ValueError: state dicts of format 2 hold quantized weights' masters, got format 1"
 OPTIONS = {
     "overlap_param_sync": "before the masters of the others have stepped",
@@ -161,6 +169,11 @@ REFUSED: dict[str, tuple[Callable[[], object], int, str]] = {
         "RuntimeError: .*default_shard_size.*: this Apex has an API that",
     ),
     "another layout": (_of_another_layout, 1, ".*this Apex has a layout that"),
+    "a step that casts by another method": (
+        _without_the_cast,
+        2,
+        "RuntimeError: .*returned without a cast of its masters",
+    ),
 }
 
 
@@ -190,6 +203,10 @@ def other_states(only_on: int) -> tuple[list[str], list[str]]:
             {"state": state["state"]},
             {**state, "state": {**state["state"], entries[0]: {"param": torch.zeros(3)}}},
             {**state, "param_groups": [{**group, "params": group["params"][1:]}, *state["param_groups"][1:]]},
+            {
+                **state,
+                "param_groups": [{**group, "param_names": group["param_names"][::-1]}, *state["param_groups"][1:]],
+            },
         ):
             given = other if dist.get_rank() == only_on else state
             said.append(error_of(lambda given=given: run.optimizer.load_state_dict(dict(given))))
@@ -270,6 +287,11 @@ def test_one_rank(host_ranks: Ranks, name: str, on_gpu: bool) -> None:
 
 
 @needs_apex
+@pytest.mark.notices(
+    "a state has the names of the parameters in another order",
+    where="Apex",
+    answer="raises on all ranks, nothing changed",
+)
 @pytest.mark.parametrize("world", [2])
 def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
     """A state that does not fit on one rank is refused by all, and nothing changes on any."""
@@ -280,6 +302,7 @@ def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
         first, second = (sum(spec.group == group for spec in MIXED) for group in (0, 1))
         groups = f"the state has groups of [{first - 1}, {second}] parameters, this optimizer of [{first}, {second}]"
         assert groups in said[2]
+        assert "the parameters of this optimizer in another order" in said[3]
 
 
 @needs_apex
@@ -314,11 +337,16 @@ HOSTS = {
     "no method": (
         {**INIT, OPTIMIZER: "class DistributedFusedAdam:\n    def param_sync(self): ..."},
         RuntimeError,
-        "has no attribute '_broadcast_params': this Apex has an API that",
+        "DistributedFusedAdam has no .*, _broadcast_params, .*: this apex has an API that",
     ),
 }
 
 
+@pytest.mark.notices(
+    "a version of the host lacks a method that zerocast overrides, or its step does not call the one that casts",
+    where=("Megatron", "Apex"),
+    answer="raises where it is imported or attached, or in the first step",
+)
 @pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize("name", HOSTS)
 def test_wrong_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ if not WHY_NOT:
     from megatron.core import dist_checkpointing
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -124,6 +126,13 @@ def _attached() -> Any:
     return run
 
 
+def cast_by_another_method() -> None:
+    """A step of a Megatron that copies masters by a method of another name."""
+    with mock.patch.object(DistributedOptimizer, "step_with_ready_grads", return_value=True):
+        run, _ = build_attached(Case("fp8_current"))
+        run.step(0)
+
+
 NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
 OTHERS = "ValueError: optimizer=.* is not supported without use_layer_wise_distributed_optimizer=True"
@@ -173,6 +182,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "quantized after the optimizer": (
         quantized_after_the_optimizer,
         "ValueError: .* is quantized and in no bucket .* call quantize_ before Distributed",
+    ),
+    "cast by another method": (
+        cast_by_another_method,
+        "RuntimeError: an attachment to Megatron-Core: an optimizer step returned without a cast of its masters",
     ),
     "saved as it is": (saved_as_it_is, AS_IT_IS),
     "loaded as it is": (loaded_as_it_is, AS_IT_IS),

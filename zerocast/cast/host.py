@@ -393,6 +393,21 @@ def raising_together(drivers: Sequence[CastDriver]) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def casting(drivers: Sequence[CastDriver]) -> Iterator[None]:
+    """Raise RuntimeError if the context ends without a cast by each of `drivers`. A host that has
+    renamed the method which casts would train masters and leave the weights as they are.
+    """
+    before = [driver.plan.validity.casts for driver in drivers]
+    yield
+    for driver, casts in zip(drivers, before, strict=True):
+        if driver.plan.validity.casts == casts:
+            raise RuntimeError(
+                f"{driver.host.owner}: an optimizer step returned without a cast of its masters: this host has an API that "
+                "zerocast does not support"
+            )
+
+
 class StepCollectives(NamedTuple):
     """The collectives of a step before and after its cast, for a rank that cannot step.
 

@@ -9,8 +9,9 @@ of this one. In a source tree they are found there.
 """
 
 import contextlib
+import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +46,27 @@ def known_api(unknown: str) -> Iterator[None]:
         yield
     except AttributeError as error:
         raise RuntimeError(f"{error}: {unknown}") from error
+
+
+def overrides(*own: str) -> Callable[[type], type]:
+    """Return a decorator for a subclass of a class of a framework. It raises RuntimeError unless
+    every method but `own` overrides one: a framework that has renamed it would not call ours.
+    """
+
+    def check(kind: type) -> type:
+        base = kind.__mro__[1]
+        methods = [
+            name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)
+        ]
+        missing = [name for name in methods if name not in own and not hasattr(base, name)]
+        if missing:
+            framework = base.__module__.partition(".")[0]
+            raise RuntimeError(
+                f"{base.__name__} has no {', '.join(missing)}: this {framework} has an API that zerocast does not support"
+            )
+        return kind
+
+    return check
 
 
 class Patch(NamedTuple):
