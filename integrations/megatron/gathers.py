@@ -119,6 +119,9 @@ class Gathers(Gather):
         # First, since a gather that ends later would be taken for the gather of the next cast.
         for group in self._bucket_groups:
             self._finish(group)
+            # Megatron resets this after a backward pass. A forward pass between that and the step
+            # would take the place of the one that gathers the bytes of the step.
+            group.param_gather_dispatched = False
         self._due = set(map(id, self._bucket_groups))
         for weight, state in self._placed:
             if weight.state is not state:

@@ -151,3 +151,16 @@ def test_the_second_reader_waits_too(by_host: bool, columnwise: bool, second_in:
 def test_the_second_reader_raises_where_the_first_does() -> None:
     first, second = read_twice(True, False, "gather")
     assert "injected" in first and "an all-gather failed partway" in second
+
+
+@on_ranks(2)
+@host()
+def test_a_forward_pass_before_a_step_is_not_the_gather_after_it() -> None:
+    """Megatron alone then computes with stale weights, since the forward pass has gathered."""
+    run = Attached(Case(MIXED, overlap=True)).run
+    run.forward_and_backward(0)
+    with torch.no_grad():
+        run.ddp(torch.ones(8, 64).bfloat16())
+    run.optimizer.step()
+    run.forward(1)
+    assert run.stale_bytes() == {}
