@@ -22,6 +22,7 @@ from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 from zerocast.integrations import known_api, overrides
+from zerocast.optim.config import listed_parameters
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 
@@ -30,9 +31,13 @@ from .buckets import QuantizedBuckets
 from .host import problem_of
 
 _Host: Any = host.optimizer_class()
+OTHER_GROUPS = (
+    "parameters of this optimizer were added, removed or moved after it was built, and their buckets are laid out once: build a "
+    "new one and load the state of this one"
+)
 
 
-@overrides("refresh", "master_views", "_lay_out", "_layout", "_named", "_keys")
+@overrides("refresh", "master_views", "_check_groups", "_lay_out", "_layout", "_named", "_keys")
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
@@ -74,6 +79,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self._plan = self._driver.plan
             self._plan.validity.owner = weakref.ref(self)
             self._plan.delayed.broadcast(replicas)
+            self._listed = listed_parameters(self.param_groups)
+            self._plan.validity.add_precheck(self._check_groups, Use.REDUCE, Use.STEP, Use.SAVE)
             self._is_built = True
         self.refresh()
 
@@ -148,10 +155,23 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         once.
         """
         if self._is_built:
-            raise RuntimeError(
-                "parameters cannot be added to this optimizer: build a new one and load the state of this one"
-            )
+            raise RuntimeError(OTHER_GROUPS)
         super().add_param_group(param_group)
+
+    def init_params(self, params: Any = None, *args: Any, **options: Any) -> None:
+        """Lay out parameters in the constructor. A step calls it too, and raises RuntimeError for
+        other parameters than those of the constructor.
+        """
+        if self._is_built:
+            self._check_groups(Use.STEP)
+        super().init_params(params, *args, **options)
+
+    def _check_groups(self, use: Use) -> None:
+        """Raise RuntimeError if parameters were added, removed or moved. Apex finds them by their
+        positions, and would never end to gather a bucket with another one.
+        """
+        if listed_parameters(self.param_groups) != self._listed:
+            raise RuntimeError(OTHER_GROUPS)
 
     def _broadcast_params(self) -> None:
         """Validate the parameters, then broadcast the plain ones. Apex's constructor calls it.

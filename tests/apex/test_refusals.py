@@ -123,6 +123,20 @@ def _without_the_cast() -> None:
         optimizer.step()
 
 
+def _other_groups(change: Callable[[list[Any]], object]) -> Callable[[], object]:
+    """Return a call that changes the list of parameters, and steps."""
+
+    def call() -> None:
+        one = model()
+        optimizer = build(one)
+        one(torch.ones(1, 64, dtype=torch.bfloat16, device=device())).sum().backward()
+        change(optimizer.param_groups[0]["params"])
+        optimizer.step()
+
+    return call
+
+
+OTHER_GROUPS = "RuntimeError: parameters of this optimizer were added, removed or moved"
 FIRST_FORMAT = "ValueError: state dicts of format 2 hold quantized weights' masters, got format 1"
 OPTIONS = {
     "overlap_param_sync": "before the masters of the others have stepped",
@@ -158,8 +172,15 @@ REFUSED: dict[str, tuple[Callable[[], object], int, str]] = {
     "more parameters": (
         lambda: build(model()).add_param_group({"params": [nn.Parameter(torch.zeros(2, device=device()))]}),
         1,
-        "RuntimeError: parameters cannot be added to this optimizer",
+        OTHER_GROUPS,
     ),
+    "parameters in the list": (
+        _other_groups(lambda params: params.append(nn.Parameter(torch.zeros(2, device=device())))),
+        1,
+        OTHER_GROUPS,
+    ),
+    "fewer parameters": (_other_groups(lambda params: params.pop()), 1, OTHER_GROUPS),
+    "moved parameters": (_other_groups(lambda params: params.reverse()), 1, OTHER_GROUPS),
     "saved in the first format": (lambda: build(model()).state_dict(state_dict_format=1), 1, FIRST_FORMAT),
     "loaded in the first format": (lambda: build(model()).load_state_dict({"format": 1}), 1, FIRST_FORMAT),
     "loaded without a format": (lambda: build(model()).load_state_dict({"gathered_states": []}), 1, FIRST_FORMAT),
