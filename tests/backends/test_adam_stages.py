@@ -42,6 +42,7 @@ class Case:
     grad: torch.dtype = FP32
     moment: torch.dtype = FP32
     clip: float = 1.0
+    wild: bool = False  # gradients and moments are drawn by bit pattern
 
     def inputs(self) -> dict[str, Any]:
         """Fresh copies of all that the stage is given."""
@@ -49,10 +50,16 @@ class Case:
         masters = self.bench.arenas["master"].bases()
 
         def noise(dtype: torch.dtype) -> list[Tensor]:
-            return [torch.from_numpy(rng.standard_normal(t.numel(), np.float32)).to(dtype) for t in masters]
+            sizes = [master.numel() for master in masters]
+            drawn = (
+                [casts.bit_patterns(size, int(rng.integers(2**31))) for size in sizes]
+                if self.wild
+                else [rng.standard_normal(size, np.float32) for size in sizes]
+            )
+            return [torch.from_numpy(values).to(dtype) for values in drawn]
 
         groups = torch.from_numpy(rng.integers(0, 3, len(self.bench.weights)))
-        squares = [t.square() for t in noise(self.moment)]
+        squares = [t.abs() if self.wild else t.square() for t in noise(self.moment)]
         state = dict(zip(FIELDS, (masters, noise(self.grad), noise(self.moment), squares), strict=True))
         return state | {"groups": groups, "packed": self.bench.packed(reduced=False)}
 
@@ -200,7 +207,8 @@ def cases(draw: st.DrawFn, kind: type[Case]) -> Case:
         weights.append(Weight(fmt, shape, spans, nominal, content, seed))
     grad, moment = draw(st.sampled_from([FP32, BF16])), draw(st.sampled_from([FP32, BF16]))
     bench = Bench(tuple(weights), draw(st.integers(0, 2**31)), kind in WITH_CODES and draw(st.booleans()))
-    return kind(bench, draw(st.integers(0, 2**31)), grad, moment, draw(st.sampled_from([1.0, 0.3])))
+    clip, wild = draw(st.sampled_from([1.0, 0.3])), draw(st.booleans())
+    return kind(bench, draw(st.integers(0, 2**31)), grad, moment, clip, wild)
 
 
 @pytest.mark.parametrize("kind", KINDS)

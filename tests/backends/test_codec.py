@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices
-from tests.backends import stages, test_adam_8bit, test_adam_update
+from tests.backends import stages, test_adam_8bit
 from tests.casts import F32, bit_patterns, matrix
 from tests.formats import model
 from tests.strategies import is_interpreted
@@ -159,11 +159,13 @@ TINY = np.float32(2.0**-130)  # subnormal, as are its products with codes of 8 b
 
 def adam_amax() -> Callable[[], Tensor]:
     state = [torch.full((64,), value) for value in (1e-20, 1e-20, 1e-20, 0.0)]
-    scalars = np.array([[1.0, 0.5, 0.5, 0.5, 0.5, 1e-20, 1.0, 1e-8]], np.float32)
-    given = test_adam_update.arguments(state, scalars, 1.0, [(0, 64, 0)])
+    scalars, one = torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.5, 1e-20, 1.0, 1e-8]]), torch.ones(1)
+    where = {"rows": 1, "columns": 64, "start": 0, "numel": 64, "master_base": 0, "master_offset": 0, "row_amax": 0}
+    rows, group = stages.table(stages.row(**where)), torch.tensor([0])
+    given = *([flat] for flat in state), rows, group, scalars, one, torch.zeros(1)
 
     def run() -> Tensor:
-        devices.stage("cpu", "adam_amax")(test_adam_update.FORMAT, *given, None)
+        devices.stage("cpu", "adam_amax")(get_format("fp8_current"), torch.float32, *given, None)
         return torch.stack(state)
 
     return run
