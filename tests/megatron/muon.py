@@ -85,13 +85,13 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
     return training.build_optimizer(Case(overlap=case.overlap, options=SETTINGS | case.options), chunks)
 
 
-def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
+def build_chunk(case: Case, biases: bool = False) -> Any:
     """A quantized model in its DistributedDataParallel, with the layout of whole matrices."""
-    return training.build_chunk(case, model=_model(case, seed, biases), layout=full_layout)
+    return training.build_chunk(case, model=_model(case, biases), layout=full_layout)
 
 
-def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:
-    torch.manual_seed(seed)
+def _model(case: Case, biases: bool = False) -> Any:
+    torch.manual_seed(case.seed)
     model: Any = training.Model(training.configuration(), case.te)
     for layer in model.layers[2:] if case.experts and not biases else ():
         layer.bias = None
@@ -230,9 +230,9 @@ def _checkpoints_of_muon() -> Iterator[None]:
         yield
 
 
-def resume(case: Case, kind: str) -> None:
+def resume(case: Case, folder: str, kind: str) -> None:
     with _checkpoints_of_muon():
-        training.resume(case, kind)
+        training.resume(case, folder, kind)
 
 
 def saved(case: Case, folder: str, kind: str) -> training.State:

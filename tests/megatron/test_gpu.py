@@ -92,11 +92,11 @@ for kind in KINDS:
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
+def test_resume_is_exact(gpu_ranks: Ranks, tmp_path: Path, world: int, name: str) -> None:
     if name == "muon" and muon.WHY_NO_MUON:
         pytest.skip(muon.WHY_NO_MUON)
     function, case, kind = RESUMED[name]
-    gpu_ranks(world)(function, case, kind, timeout=SECONDS)
+    gpu_ranks(world)(function, case, str(tmp_path), kind, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])

@@ -122,9 +122,9 @@ def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: boo
 )
 @OVERLAP
 @EXPERTS
-def test_resume_is_exact(ranks: Ranks, formats: str, kind: str, overlap: bool, experts: bool) -> None:
+def test_resume_is_exact(ranks: Ranks, tmp_path: Path, formats: str, kind: str, overlap: bool, experts: bool) -> None:
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
-    ranks(2)(muon.resume, Case(formats, overlap, experts=experts), kind)
+    ranks(2)(muon.resume, Case(formats, overlap, experts=experts), str(tmp_path), kind)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 2, marks=SLOW)])

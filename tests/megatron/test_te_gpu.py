@@ -1,6 +1,7 @@
 """Beside an installed TransformerEngine, on GPUs over NCCL: the cases of the CPU, and Megatron's GPT of its layers."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,9 +180,9 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_resume_is_exact(gpu_ranks: Ranks, world: int, name: str) -> None:
+def test_resume_is_exact(gpu_ranks: Ranks, tmp_path: Path, world: int, name: str) -> None:
     kind = "dp_reshardable" if name == "dp_reshardable" else "fully_reshardable"
-    gpu_ranks(world)(resume, RESUMED[name], kind, timeout=SECONDS)
+    gpu_ranks(world)(resume, RESUMED[name], str(tmp_path), kind, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("formats", ["te", "tiles"])
