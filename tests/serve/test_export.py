@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,114 +50,97 @@ def read(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """Even elements are in the low half of a byte."""
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    return E2M1[codes.long()]
+class Layout(NamedTuple):
+    """What a naming stores of a weight, as its readers expect it: names behind that of the weight, dtypes, and scales."""
+
+    codes: str
+    dtype: torch.dtype
+    scales: str = ""
+    scale_dtype: torch.dtype = torch.float32
+    # The elements that a scale is of, rows and columns; () where one is of all, and (1,) where each row has its own.
+    block: tuple[int, ...] = ()
+    # Of the whole weight, by which the other scales are multiplied, or divided.
+    factor: str = ""
+    divisor: str = ""
 
 
-def spread(scales: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor:
-    return scales.float().repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., : shape[-2], : shape[-1]]
+E4M3, BYTES = torch.float8_e4m3fn, torch.uint8
+BLOCKS = Layout("", E4M3, "_scale", block=(128, 128))
+MXFP8 = Layout("", E4M3, "_scale", BYTES, (1, 32))
+LAYOUTS = {
+    "compressed-tensors": {
+        "nvfp4": Layout("_packed", BYTES, "_scale", E4M3, (1, 16), divisor="_global_scale"),
+        "mxfp4": Layout("_packed", BYTES, "_scale", BYTES, (1, 32)),
+        "int4": Layout("_packed", torch.int32, "_scale", torch.bfloat16, (1, 32)),
+        "fp8_current": Layout("", E4M3, "_scale"),
+        "fp8_delayed": Layout("", E4M3, "_scale"),
+        "fp8_block": BLOCKS,
+        "mxfp8": MXFP8,
+    },
+    "modelopt": {
+        "nvfp4": Layout("", BYTES, "_scale", E4M3, (1, 16), factor="_scale_2"),
+        "fp8_current": Layout("", E4M3, "_scale", block=(1,)),
+        "fp8_block": BLOCKS,
+        "mxfp8": MXFP8,
+    },
+    "deepseek": {"fp8_block": Layout("", E4M3, "_scale_inv", block=(128, 128))},
+    "bf16": dict.fromkeys(("nvfp4", "fp8_block", "fp8_current", "fp8_delayed"), Layout("", torch.bfloat16)),
+}
 
 
-def compressed(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    assert found[f"{name}_global_scale"].shape == (1,)
-    scale = found[f"{name}_scale"]
-    assert scale.dtype == torch.float8_e4m3fn and scale.shape == (*shape[:-1], shape[-1] // 16)
-    return unpack(found[f"{name}_packed"]) * (spread(scale, 1, 16, shape) / found[f"{name}_global_scale"])
+def unpack(codes: Tensor) -> Tensor:
+    """Values of codes. Of 4 bits, the first one of a byte or a word is in its lowest bits."""
+    if codes.dtype == torch.int32:
+        return ((codes[..., None] >> 4 * torch.arange(8)) & 15).flatten(-2) - 8.0
+    if codes.dtype == torch.uint8:
+        return E2M1[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return codes.float()
 
 
-def compressed_mx(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    scale = found[f"{name}_scale"]
-    assert scale.dtype == torch.uint8 and scale.shape == (*shape[:-1], shape[-1] // 32)
-    assert f"{name}_global_scale" not in found
-    return unpack(found[f"{name}_packed"]) * torch.exp2(spread(scale, 1, 32, shape) - 127)
-
-
-def compressed_int4(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    packed, scale = found[f"{name}_packed"], found[f"{name}_scale"]
-    assert packed.dtype == torch.int32 and packed.shape == (shape[0], shape[1] // 8)
-    assert scale.dtype == torch.bfloat16 and scale.shape == (shape[0], shape[1] // 32)
-    assert found[f"{name}_shape"].tolist() == list(shape)
-    codes = (packed[..., None] >> 4 * torch.arange(8)) & 15  # the first of eight in the lowest bits
-    return (codes.reshape(shape) - 8) * spread(scale, 1, 32, shape)
-
-
-def modelopt(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    assert found[f"{name}_scale_2"].shape == ()
-    return unpack(found[name]) * (spread(found[f"{name}_scale"], 1, 16, shape) * found[f"{name}_scale_2"])
-
-
-def deepseek(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    scale = found[f"{name}_scale_inv"]
-    assert found[name].dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
-    assert scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    return found[name].float() * spread(scale, 128, 128, shape)
-
-
-def compressed_fp8(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    assert found[name].dtype == torch.float8_e4m3fn and found[f"{name}_scale"].shape == (1,)
-    return found[name].float() * found[f"{name}_scale"]
-
-
-def row_scales(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    assert found[name].dtype == torch.float8_e4m3fn and found[f"{name}_scale"].shape == (shape[0],)
-    return found[name].float() * found[f"{name}_scale"][:, None]
-
-
-def blocks(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    scale = found[f"{name}_scale"]
-    scale = scale.squeeze(1).squeeze(-1) if scale.dim() == 4 else scale
-    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    return found[name].float() * spread(scale, 128, 128, shape)
-
-
-def mxfp8(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    scale = found[f"{name}_scale"]
-    assert scale.dtype == torch.uint8 and scale.shape == (shape[0], shape[1] // 32)
-    return found[name].float() * torch.exp2(spread(scale, 1, 32, shape) - 127)
-
-
-def plain(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    assert found[name].dtype == torch.bfloat16 and found[name].shape == shape
-    return found[name].float()
+def decode(found: dict[str, Tensor], name: str, shape: torch.Size, layout: Layout) -> Tensor:
+    codes = found[name + layout.codes]
+    value = unpack(codes)
+    assert codes.dtype == layout.dtype and value.shape == shape
+    if layout.dtype == torch.int32:
+        assert found[f"{name}_shape"].tolist() == list(shape)
+    if not layout.scales:
+        return value
+    scale, block = found[name + layout.scales], layout.block
+    if scale.dim() == 4:  # modelopt's blocks
+        scale = scale.squeeze(1).squeeze(-1)
+    wanted = [-(-size // of) for size, of in zip(shape, block, strict=False)] if block else [1]
+    assert scale.dtype == layout.scale_dtype and list(scale.shape) == wanted
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == BYTES else scale.float()
+    scale = scale.view(*scale.shape, *[1] * (2 - scale.dim()))
+    for dim, size in enumerate(block):
+        scale = scale.repeat_interleave(size, dim)
+    scale = scale[: shape[0], : shape[1]]
+    scale = scale * found[name + layout.factor] if layout.factor else scale
+    return value * (scale / found[name + layout.divisor] if layout.divisor else scale)
 
 
 CASES = [
-    ("compressed-tensors", "nvfp4", compressed),
-    ("compressed-tensors", "nvfp4:exact_in_fp8=True", compressed),
-    ("compressed-tensors", "mxfp4", compressed_mx),
-    ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor", compressed_mx),
-    ("compressed-tensors", "int4", compressed_int4),
-    ("compressed-tensors", "fp8_current", compressed_fp8),
-    ("compressed-tensors", "fp8_delayed", compressed_fp8),
-    ("compressed-tensors", "fp8_block", blocks),
-    ("compressed-tensors", "mxfp8", mxfp8),
-    ("compressed-tensors", "mxfp8:block=32x32", mxfp8),
-    ("modelopt", "nvfp4", modelopt),
-    ("modelopt", "nvfp4:exact_in_fp8=True", modelopt),
-    ("modelopt", "fp8_current", row_scales),
-    ("modelopt", "fp8_block", blocks),
-    ("modelopt", "mxfp8", mxfp8),
-    ("deepseek", "fp8_block", deepseek),
-    ("deepseek", "fp8_block:power_of_2_scale=False", deepseek),
-    *(("bf16", fmt, plain) for fmt in ("nvfp4", "fp8_block", "fp8_current:element=e5m2", "fp8_delayed")),
+    *((naming, fmt) for naming, layouts in LAYOUTS.items() for fmt in layouts),
+    *((naming, "nvfp4:exact_in_fp8=True") for naming in ("compressed-tensors", "modelopt")),
+    ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor"),
+    ("compressed-tensors", "mxfp8:block=32x32"),
+    ("deepseek", "fp8_block:power_of_2_scale=False"),
+    ("bf16", "fp8_current:element=e5m2"),
 ]
 
 
 # One file in every format and naming, then files of a size that experts alone exceed, and one for each tensor.
 FILES = [
     *((*case, 10**9) for case in CASES),
-    ("modelopt", "nvfp4", modelopt, 26_000),
-    ("modelopt", "nvfp4", modelopt, 1),
-    ("bf16", "nvfp4", plain, 1),
+    ("modelopt", "nvfp4", 26_000),
+    ("modelopt", "nvfp4", 1),
+    ("bf16", "nvfp4", 1),
 ]
 
 
-@pytest.mark.parametrize(
-    ("naming", "fmt", "decode", "shard_bytes"), FILES, ids=lambda value: "" if callable(value) else str(value)
-)
-def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
+@pytest.mark.parametrize(("naming", "fmt", "shard_bytes"), FILES)
+def test_decodes_to_the_weight(tmp_path, naming, fmt, shard_bytes):
+    layout = LAYOUTS[naming][fmt.partition(":")[0]]
     source = model(fmt, fmt if naming == "bf16" else "identity")
     files = export_safetensors(source, tmp_path / "out", naming, shard_bytes)
     assert sorted(files) == sorted((tmp_path / "out").iterdir())
@@ -164,8 +148,7 @@ def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
     found = read(tmp_path / "out")
     for name in ("up.weight", "zeros.weight", *(["experts"] if naming == "bf16" else [])):
         weight = source.get_parameter(name)
-        decoded, wanted = decode(found, name, weight.shape), weight.dequantize().float()  # type: ignore[operator]
-        assert decoded.shape == wanted.shape
+        decoded, wanted = decode(found, name, weight.shape, layout), weight.dequantize().float()  # type: ignore[operator]
         torch.testing.assert_close(decoded, wanted, rtol=2**-8, atol=0.0)  # the rounding to bf16 of `dequantize`
         if naming == "bf16":
             assert torch.equal(decoded, wanted)

@@ -21,7 +21,7 @@ from zerocast.export import export_hf, export_safetensors
 from zerocast.serve import Receiver, Sender, dequantized, named_tensors
 from zerocast.serve.weight_source import ShardedModel, WholeWeights
 
-NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
+NAMINGS = [(naming, fmt) for naming, fmt in CASES if "floor" not in fmt and "False" not in fmt]
 
 
 def collected(*arguments: Any, **options: Any) -> dict[str, Tensor]:
