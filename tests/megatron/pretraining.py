@@ -42,12 +42,8 @@ WHY_NOT = NO_CORE
 try:
     with without_modelopt():
         import megatron.training.training as loop
-    from megatron.core.datasets import utils as data_utils
-    from megatron.core.tensor_parallel import random as random_states
-except Exception as error:
-    WHY_NOT = WHY_NOT or f"megatron.training cannot be imported: {error}"
-try:  # what a script has of Megatron's
     from megatron.core import parallel_state
+    from megatron.core.datasets import utils as data_utils
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
     from megatron.core.enums import ModelType
@@ -56,6 +52,8 @@ try:  # what a script has of Megatron's
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.core.tensor_parallel import random as random_states
+    from megatron.core.utils import unwrap_model
     from megatron.training import arguments, get_args, get_timers, global_vars
 except Exception as error:
     WHY_NOT = WHY_NOT or f"megatron.training cannot be imported: {error}"
@@ -289,11 +287,6 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 
-
-if not WHY_NOT:
-    import megatron.training.training as loop
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
 
 RECIPE = {"*.linear_fc1.weight": "fp8_block", "*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", *(f"{pattern}={fmt}" for pattern, fmt in RECIPE.items()))

@@ -29,14 +29,11 @@ from zerocast.integrations.megatron.primary import is_primary, weight_of
 from zerocast.integrations.megatron.shards import shares
 
 if not WHY_NOT:
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import MegatronModule, TransformerConfig
-
 else:
     MegatronModule = nn.Module
 
@@ -432,9 +429,6 @@ def _dicts(state: dict[Any, Any]) -> list[Any]:
 def _first(buckets: dict[Any, Any]) -> Any:
     return next(iter(buckets.values()))
 
-
-if not WHY_NOT:
-    from megatron.core import dist_checkpointing
 
 State = dict[str, dict[str, torch.Tensor]]
 
