@@ -100,19 +100,6 @@ def test_batch_dimensions_bias_and_dtypes(batch: tuple[int, ...], nominal: torch
     assert grad_weight.dtype is grad_bias.dtype is nominal
 
 
-def test_only_the_gradients_that_are_wanted() -> None:
-    weight = cast("nvfp4")
-    x = torch.randn(3, SHAPE[1])
-    F.linear(x, weight).sum().backward()
-    assert weight.grad is not None
-    frozen = cast("nvfp4").requires_grad_(False)
-    assert not F.linear(x, frozen).requires_grad
-    leaf_x = leaf(3, SHAPE[1])
-    F.linear(leaf_x, frozen).sum().backward()
-    assert frozen.grad is None
-    assert leaf_x.grad is not None
-
-
 def test_a_weight_gradient_does_not_need_the_columnwise_copy() -> None:
     """The first layer of a model: its input wants no gradient."""
     weight = QuantizedWeight.empty(SHAPE, "nvfp4", torch.float32)
@@ -120,15 +107,6 @@ def test_a_weight_gradient_does_not_need_the_columnwise_copy() -> None:
     parameter = nn.Parameter(weight)
     F.linear(torch.randn(3, 64), parameter).sum().backward()
     assert parameter.grad is not None
-
-
-def test_weight_gradient_in_fp32() -> None:
-    weight = cast("nvfp4", torch.bfloat16)
-    weight.grad_dtype = torch.float32
-    x, grad = torch.randn(7, SHAPE[1]).bfloat16(), torch.randn(7, SHAPE[0]).bfloat16()
-    F.linear(x, weight).backward(grad)
-    assert weight.grad is not None and weight.grad.dtype is torch.float32
-    assert torch.equal(weight.grad, grad.float().t() @ x.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,14 +124,6 @@ def test_main_grad(dtype: torch.dtype) -> None:
     assert weight.grad_added_to_main_grad is True
     assert weight.grad.shape == SHAPE
     assert (weight.grad == 0).all()
-
-
-def test_main_grad_is_left_alone_by_a_host_that_does_not_fuse() -> None:
-    weight: Any = cast("nvfp4", torch.bfloat16)
-    weight.main_grad = torch.ones(SHAPE)
-    F.linear(torch.ones(2, 64).bfloat16(), weight).sum().backward()
-    assert (weight.main_grad == 1).all()
-    assert (weight.grad == 2).all()
 
 
 def test_autocast() -> None:

@@ -218,37 +218,6 @@ def test_a_copy_that_is_averaged() -> None:
         steps(model, optimizer, 1)
 
 
-def test_adapters() -> None:
-    base = network().requires_grad_(False)
-    adapter = nn.Linear(32, 32).bfloat16()
-    optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
-    for _ in range(2):
-        backward(lambda x: base(adapter(x)))
-        optimizer.step()
-
-
-def test_a_step_in_three() -> None:
-    model, head = network(), nn.Linear(32, 32).bfloat16()
-    slow = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    fast = torch.optim.SGD(head.parameters(), lr=1e-3)
-    for step in range(6):
-        backward(lambda x: head(model(x)))
-        fast.step()
-        if step % 3 == 2:
-            slow.step()
-            slow.zero_grad()
-
-
-def test_an_optimizer_that_is_built_again() -> None:
-    model = network()
-    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    steps(model, optimizer)
-    del optimizer
-    backward(model)  # before there is a new one
-    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    steps(model, optimizer)
-
-
 @pytest.mark.notices(
     "an optimizer is built again before a step has used the reduced gradients",
     where="ZeroAdamW",
@@ -271,37 +240,6 @@ def test_a_model_that_is_moved() -> None:
     optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
     model._apply(lambda t: t.clone())  # as Module.to another device and back
     steps(model, optimizer)
-
-
-@pytest.mark.parametrize("attach", [True, False])
-def test_masters_of_ones_own(attach: bool) -> None:
-    model = network()
-    weights = [layer.weight for layer in model]
-    flat = nn.Parameter(torch.randn(2 * 32 * 32))  # one parameter, of which the masters are views
-    plan = CastPlan(weights, list(flat.detach().chunk(2)), [0, 0], ONE_PROCESS)
-    optimizer = torch.optim.SGD([flat], lr=1e-3)
-    if attach:
-        plan.attach(optimizer)
-    for _ in range(2):
-        backward(model)
-        flat.grad = torch.cat([w.grad.reshape(-1).float() for w in weights])
-        optimizer.step()
-        if not attach:
-            plan.cast()
-        plan.post_all_gather()
-
-
-def test_masters_by_the_names_of_transformer_engine() -> None:
-    """The plan dies after every call."""
-    model = network()
-    masters = [nn.Parameter(torch.randn(32 * 32)) for _ in model]
-    optimizer = torch.optim.SGD(masters, lr=1e-3)
-    for _ in range(2):
-        zerocast.quantize_master_weights([m.weight for m in model], masters, [0, 0], ONE_PROCESS)
-        zerocast.post_all_gather_processing([m.weight for m in model])
-        gc.collect()
-        backward(model)
-        optimizer.step()
 
 
 @pytest.mark.notices(
@@ -390,20 +328,6 @@ def test_a_gradient_that_is_removed_is_named_once(stage: int) -> None:
         "1 gradients were removed (p.grad = None, model.zero_grad()) between a backward pass and the step"
     )
     assert "the first is that of 1.bias" in said
-
-
-def test_dead_owners_are_forgotten() -> None:
-    """And forget nothing of the newer ones."""
-    gc.collect()
-    before = len(owners._trained), len(owners._claims)
-    model = network()
-    for _ in range(3):
-        optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    gc.collect()
-    assert len(owners._claims) == before[1] + 1 and all(owners.is_trained(layer.weight) for layer in model)
-    del optimizer
-    gc.collect()
-    assert (len(owners._trained), len(owners._claims)) == before
 
 
 # A weight without a value
@@ -587,6 +511,8 @@ ELSEWHERE: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
     "a copy": lambda m: torch.optim.SGD([m.detach().clone()]),
     "the model": lambda m: torch.optim.SGD(network().parameters()),
 }
+
+
 OVER: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
     "the masters": lambda m: torch.optim.SGD([m]),
     "a view of them": lambda m: torch.optim.SGD([m.detach().view(2, -1)[1]]),
@@ -692,41 +618,7 @@ def test_a_state_dict_is_loaded_into_weights_of_a_plan() -> None:
     assert torch.equal(weights[0].dequantize(), of_masters)
 
 
-def test_weights_that_swap_tensors_exchanges() -> None:
-    """The next cast writes what the weight has got, in place of what it had."""
-    plan, _ = two_optimizers()
-    first, second = plan.weights
-    masters = [shard.master for shard in plan._partition.shards]
-    for others in ((first, copy.deepcopy(first)), (first, second)):
-        torch.utils.swap_tensors(*others)
-        for master in masters:
-            master.data.mul_(2.0)
-        plan.cast()
-        plan.post_all_gather()
-        assert zerocast.verify(plan).ok
-
-
-def test_a_weight_that_swap_tensors_exchanges_with_that_of_another_optimizer() -> None:
-    models = network(), network()
-    optimizers = [ZeroAdamW(model.named_parameters(), group=ONE_PROCESS) for model in models]
-    torch.utils.swap_tensors(
-        *(next(p for p in model.parameters() if isinstance(p, QuantizedWeight)) for model in models)
-    )
-    with pytest.raises(RuntimeError, match="swap_tensors has exchanged them"):
-        steps(models[0], optimizers[0])
-
-
 # A ZeroAdamW that was taken over
-
-
-def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too() -> None:
-    model = network()
-    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    model.load_state_dict(model.state_dict(), assign=True)
-    second = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
-        first.step()
-    steps(model, second)
 
 
 def test_an_optimizer_that_was_taken_over_can_be_saved_until_the_newer_one_steps() -> None:

@@ -58,17 +58,6 @@ def test_every_class_of_torch_optim_raises_before_it_writes(name: str, options: 
     assert not optimizer.state.get(parameters[0])
 
 
-def test_a_grad_scaler_reaches_the_same_message() -> None:
-    parameters = quantized_last()
-    optimizer = torch.optim.AdamW(parameters)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for parameter in parameters:
-        parameter.grad = torch.ones(parameter.shape)
-    with pytest.raises(RuntimeError, match="AdamW cannot step parameter 1"):
-        scaler.step(optimizer)
-
-
 def test_frozen_weights_beside_trained_parameters_are_no_mistake() -> None:
     """Adapters: the optimizer holds all parameters, and the quantized ones get no gradient."""
     parameters = quantized_last()
@@ -76,27 +65,6 @@ def test_frozen_weights_beside_trained_parameters_are_no_mistake() -> None:
     parameters[0].grad = torch.ones(32, 64)
     optimizer.step()
     assert not torch.equal(parameters[0], torch.ones(32, 64))
-
-
-def test_an_optimizer_with_masters_of_its_own_is_left_alone() -> None:
-    """A class that was written elsewhere may hold weights as parameters and step their masters."""
-
-    class Own(torch.optim.Optimizer):
-        def __init__(self, parameters: list[nn.Parameter]) -> None:
-            super().__init__(parameters, {})
-            self._masters = [torch.zeros(p.numel()) for p in parameters]
-            self._plan = zerocast.CastPlan(parameters[1:], self._masters[1:], [0], None)
-
-        def step(self, closure: Any = None) -> None:
-            for master in self._masters:
-                master.sub_(1.0)
-            self._plan.cast()
-
-    parameters = quantized_last()
-    parameters[1].grad = torch.ones(32, 64)
-    Own(parameters).step()
-    weight: Any = parameters[1]
-    assert weight.dequantize().eq(-1.0).all()
 
 
 def test_a_class_that_inherits_the_step_is_a_torch_optimizer() -> None:
