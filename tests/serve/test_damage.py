@@ -160,41 +160,6 @@ def test_messages_in_another_order(name: str, in_place: bool) -> None:
             check(before, [*messages[:index], stranger, *messages[index + 1 :]], ("another's", index), in_place)
 
 
-def refused(receiver: Receiver, messages: Iterable[Sent], match: str) -> None:
-    """The receiver refuses these messages, and its tensors stay as they were."""
-    number, tensors = receiver.refit, {name: tensor.clone() for name, tensor in receiver.tensors.items()}
-    with pytest.raises(RefitError, match=match):
-        accepted(receiver, messages)
-    assert receiver.refit == number
-    assert_same(dict(receiver.tensors), tensors)
-
-
-def test_refits_only_go_forward() -> None:
-    receiver = at_refit(2)
-    refused(receiver, RECORDED.full, "refit 1 arrived late or again, as refit 2 of its run has begun on this rank: ask")
-    refused(receiver, RECORDED.delta, "refit 2 arrived late or again")
-    accepted(receiver, RECORDED.later)
-    refused(receiver, RECORDED.later, "refit 3 arrived late or again")
-    refused(receiver, RECORDED.delta, "refit 2 arrived late or again")
-
-
-def test_a_run_that_another_has_followed_is_over() -> None:
-    receiver, others = at_refit(1), Recorded()
-    accepted(receiver, others.full)
-    refused(receiver, RECORDED.later, "refit 3 of a run that is over on this rank arrived")
-    accepted(receiver, others.delta)
-    assert_same(dict(receiver.tensors), others.tensors[2])
-
-
-def test_a_late_refit_while_another_is_under_way() -> None:
-    """The late refit is refused, and the refit in progress continues."""
-    receiver = accepted(at_refit(2), RECORDED.later[:2])
-    with pytest.raises(RefitError, match="refit 1 arrived late or again"):
-        accepted(receiver, RECORDED.full)
-    accepted(receiver, RECORDED.later[2:])
-    assert_same(dict(receiver.tensors), RECORDED.tensors[3])
-
-
 SHARED: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
     "one tensor": lambda t: {"a": t, "b": t},
     "two views of one": lambda t: {"a": t, "b": t.view(torch.uint8)},

@@ -172,12 +172,6 @@ def on_engine(size: int, run: Callable[[Rank], Any]) -> list[Any]:
     return results
 
 
-def damaged(messages: Recorded, number: int) -> Recorded:
-    found = [(header, [tensor.clone() for tensor in tensors]) for header, tensors in messages]
-    as_bytes(found[number][1][0])[-1] ^= 1
-    return found
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("naming", "fmt"),
@@ -580,20 +574,6 @@ def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
     assert "resume" not in engine.said() and not engine.rank.is_servable()
     assert sender.refit() == 5
     assert engine.said()[-1] == "resume" and engine.rank.is_servable()
-
-
-def test_an_engine_that_refuses_all_goes_on(tmp_path: Path) -> None:
-    """The engine has its old weights and is not paused, though the refusal came last."""
-    trainer, engine, sender = connected(tmp_path)
-    sender.refit()
-    before = trainer.weights()
-    step(trainer.model, trainer.optimizer)
-    engine.said()
-    engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
-    with pytest.raises(RefitError, match=r"0 of the 32 elements of more.weight are filled"):
-        sender.refit(full=True)
-    assert "pause" not in engine.said() and engine.rank.is_servable()
-    engine.rank.check(before)
 
 
 @pytest.mark.parametrize("call", ["pause", "finish_weight_update"])

@@ -329,43 +329,6 @@ def test_under_fsdp2() -> None:
         named_tensors(optimizer, "modelopt")
 
 
-@on_ranks(2)
-def test_under_a_plan() -> None:
-    source = zerocast.quantize_(nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16(), {"*": "nvfp4"})
-    weight: Any = source[0].weight
-    half = weight.numel() // 2
-    rank = torch.distributed.get_rank()
-    master = nn.Parameter(weight.dequantize().float().flatten()[rank * half : (rank + 1) * half].clone())
-    plan = CastPlan([weight], [master], [rank * half], names=["0.weight"])
-    optimizer = torch.optim.SGD([master], lr=0.1)
-
-    def cast() -> None:
-        plan.cast()
-        data = weight.rowwise_data.view(-1)
-        torch.distributed.all_gather_single(data, data.chunk(2)[rank].clone()) if hasattr(
-            torch.distributed, "all_gather_single"
-        ) else torch.distributed.all_gather_into_tensor(data, data.chunk(2)[rank].clone())
-
-    cast()
-    with pytest.raises(RuntimeError, match="holds this rank's part of the last cast only"):
-        collected(plan, "modelopt")
-    plan.post_all_gather()
-    assert_same(collected(plan, "modelopt"), collected(source, "modelopt"))
-    cast()
-    plan.post_all_gather()  # masters are observed from here on
-    master.grad = torch.ones_like(master)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="an optimizer has updated its masters since its last cast"):
-        collected(plan, "modelopt")
-    cast()
-    plan.post_all_gather()
-    collected(plan, "modelopt")
-    with torch.no_grad():
-        master.add_(1.0)
-    with pytest.raises(RuntimeError, match="its masters have been written since its last cast"):
-        collected(source, "modelopt")
-
-
 def _partial() -> Any:
     source, optimizer = trained()
     with pytest.raises(ZeroDivisionError), optimizer._plan.validity.transaction("a step"):

@@ -5,7 +5,6 @@ Headers here have digests of their own, so nothing but their contents tells that
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.simulated import Simulated, simulate
-from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, damaged, on_engine, recorded
-from tests.serve.test_live import assert_same, step
-from zerocast.distributed.group import Group
+from tests.serve.test_engines import Rank, Recorded, Trainer, on_engine, recorded
+from tests.serve.test_live import assert_same
 from zerocast.formats.memory import as_bytes
-from zerocast.serve import EngineSender, Receiver, RefitError, Sender
+from zerocast.serve import Receiver, RefitError, Sender
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
 from zerocast.serve.refit_message import BITMAP, BLOCKS_8, WHOLE, with_digest
 
 TRAINER = Trainer()
 FULL, FIRST = TRAINER.full(), TRAINER.weights()
 DELTA, SECOND = TRAINER.delta(), TRAINER.weights()
-FULL_AGAIN, LAST = TRAINER.full(), TRAINER.full()
+LAST = TRAINER.full()
 FIELDS = ("numel", "encoding", "count", "digest", "size")
 
 
@@ -139,51 +137,6 @@ def test_messages_that_are_wrong(case: str) -> None:
     rank.check(SECOND)
 
 
-OTHER_RUN = Trainer().full()
-# What two ranks of an engine that hold refit 1 get, and what both say of it.
-OF_ONE_RANK: dict[str, tuple[list[Recorded], str]] = {
-    "damaged changes": ([DELTA, damaged(DELTA, 1)], "rank 1 of 2"),
-    "damaged bytes": ([FULL_AGAIN, damaged(FULL_AGAIN, 1)], "rank 1 of 2"),
-    "another run's": ([FULL_AGAIN, OTHER_RUN], "not be staged: rank 1 of 2: its message .* of rank 0: ask the sender"),
-    "no header": ([DELTA[:1], [(None, DELTA[0][1])]], "a refit could not be staged: rank 1 of 2: AttributeError"),  # type: ignore[list-item]
-}
-
-
-@pytest.mark.parametrize("case", OF_ONE_RANK)
-def test_what_one_rank_gets(case: str) -> None:
-    """No rank applies anything of the refit or waits for it, and all go on with what they have."""
-    messages, refusal = OF_ONE_RANK[case]
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(FULL) == ""
-        assert re.search(refusal, rank.accept(messages[rank.weights.rank]))
-        rank.check(FIRST)
-        assert rank.is_servable() and rank.receiver.refit == 1
-        assert rank.accept(LAST) == ""
-        rank.check(SECOND)
-
-    on_engine(2, run)
-
-
-def test_a_rank_that_lags() -> None:
-    later = Trainer()
-    first, _, third, full = later.full(), later.delta(), later.delta(), later.full()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        if rank.weights.rank == 0:
-            # It alone has the second refit.
-            rank.receiver._order.complete = first[0][0]["run"], 2
-        before = {name: tensor.clone() for name, tensor in rank.weights.own.items()}
-        error = rank.accept(third)
-        assert "rank 1 of 2: changes since refit 2 came to a receiver of refit 1: one was missed" in error
-        assert all(torch.equal(as_bytes(tensor), as_bytes(before[name])) for name, tensor in rank.weights.own.items())
-        assert rank.accept(full) == ""
-        rank.check(later.weights())
-
-    on_engine(2, run)
-
-
 @pytest.mark.parametrize("has_changes", [True, False])
 @pytest.mark.parametrize("held_by", ["one rank", "every rank"])
 def test_bytes_that_something_else_wrote(held_by: str, has_changes: bool) -> None:
@@ -227,22 +180,6 @@ def test_a_rank_that_is_told_to_apply_before_the_others(early: int) -> None:
     on_engine(2, run)
 
 
-def test_a_rank_that_dies_before_it_applies() -> None:
-    """The others have what they had, though they cannot go on."""
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(FULL) == ""
-        rank.stage(DELTA)
-        if rank.weights.rank == 1:
-            return
-        with pytest.raises(AssertionError, match="ranks are in different collectives"):
-            rank.receiver.apply()
-        rank.check(FIRST)
-        assert rank.is_servable() and rank.receiver.refit == 1
-
-    on_engine(2, run)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_bytes_that_something_wrote_after_they_were_checked(size: int) -> None:
     """A reload, or a sleep of level 2, between the last message and its application: of changes no digest of the result tells."""
@@ -259,22 +196,6 @@ def test_bytes_that_something_wrote_after_they_were_checked(size: int) -> None:
         rank.check(SECOND)
 
     on_engine(size, run)
-
-
-@pytest.mark.parametrize("is_reloaded", ["with the same bytes", "with others"])
-def test_tensors_that_a_reload_replaced(is_reloaded: str) -> None:
-    """A refit writes to those that the engine has now."""
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(FULL) == ""
-        rank.weights.own = {name: own.clone() for name, own in rank.weights.own.items()}
-        if is_reloaded == "with others":
-            as_bytes(next(iter(rank.weights.own.values())))[5] ^= 1
-            assert "would differ from the sender's" in rank.accept(DELTA)
-        assert rank.accept(DELTA if is_reloaded == "with the same bytes" else LAST) == ""
-        rank.check(SECOND)
-
-    on_engine(1, run)
 
 
 def test_a_stored_tensor_that_an_engine_has_twice() -> None:
@@ -298,21 +219,6 @@ def test_a_stored_tensor_that_an_engine_has_twice() -> None:
         assert "would differ from the sender's" in rank.accept(third)
 
     on_engine(1, run)
-
-
-def test_two_engines_of_one_sender(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Changes for one are none for the other, which then gets all bytes; so does an engine that was started again."""
-    trainer, engines = Trainer(), [Engine(Rank(Group(None, 0, 1))) for _ in range(2)]
-    senders = [EngineSender(trainer.sender, engine, tmp_path) for engine in engines]
-    for number in range(3):
-        if number == 2:
-            engines[0].rank = Rank(Group(None, 0, 1))
-        for engine, sender in zip(engines, senders, strict=True):
-            step(trainer.model, trainer.optimizer)
-            sender.refit()
-            engine.rank.check(trainer.weights())
-            assert engine.rank.is_servable() and engine.rank.receiver.refit == trainer.sender.refit
-    assert "one was missed" in caplog.text and "without a complete refit" in caplog.text
 
 
 def test_weights_that_are_tied_after_a_refit() -> None:
