@@ -107,16 +107,12 @@ def mxfp4_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
 def test_the_path_that_a_device_runs(fmt: str, on: dict[str, Any], path: str) -> None:
-    for preference in ("auto", "scaled_mm"):
-        assert gemm.decide(case(fmt, on), preference) == (path, "")
-    assert gemm.decide(case(fmt, on), "dequantize") == ("dequantize", "asked for")
-
-
-@pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
-def test_a_path_that_is_preferred(fmt: str, on: dict[str, Any], path: str) -> None:
     """A preferred path is chosen if the weight has two paths on this device. Other weights keep
     their only path.
     """
+    for preference in ("auto", "scaled_mm"):
+        assert gemm.decide(case(fmt, on), preference) == (path, "")
+    assert gemm.decide(case(fmt, on), "dequantize") == ("dequantize", "asked for")
     takes_both = fmt == "nvfp4:exact_in_fp8" and on is H200
     assert gemm.decide(case(fmt, on), "block_128") == ("block_128" if takes_both else path, "")
     narrow = case(fmt, on, matrix_shape=(272, 528))
