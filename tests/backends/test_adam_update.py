@@ -53,10 +53,11 @@ def words(x: F32) -> NDArray[np.uint32]:
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("clip", [1.0, 0.3])
 def test_every_operation_in_order(wild: bool, clip: float, seed: int) -> None:
-    arrays = state(seed, wild)
+    p, g, m, v = state(seed, wild)
+    tensors = torch.from_numpy(p), torch.from_numpy(g), torch.from_numpy(m), torch.from_numpy(v)
     for row in scalars():
-        expected = update(*arrays, row, np.float32(clip))
-        found = adamw(*map(torch.from_numpy, arrays), torch.from_numpy(row), torch.tensor([clip]))
+        expected = update(p, g, m, v, row, np.float32(clip))
+        found = adamw(*tensors, torch.from_numpy(row), torch.tensor([clip]))
         for name, a, b in zip(("master", "exp_avg", "exp_avg_sq"), found, expected, strict=True):
             assert np.array_equal(words(a.numpy()), words(b)), name
 
