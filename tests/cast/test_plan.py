@@ -215,6 +215,18 @@ def test_skip_leaves_everything(backend: str) -> None:
         casts.assert_same_bytes(casts.bytes_of(weight), bytes_)
 
 
+def test_weights_whose_first_cast_is_skipped_have_no_value() -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, "nvfp4"), master_of()
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    for _ in range(2):
+        plan.cast(skip=torch.tensor([True]))
+        with pytest.raises(RuntimeError, match="has never been cast"):
+            weight.dequantize()
+    plan.cast(skip=torch.tensor([False]))
+    plan.post_all_gather()
+    assert_is_cast_of(weight, master)
+
+
 def test_a_plan_that_shares_a_weight_with_a_newer_one_still_marks_it_stale() -> None:
     weight, master = QuantizedWeight.empty(SHAPE, "fp8_current"), master_of()
     older = CastPlan([weight], [master], [0], ONE_PROCESS)

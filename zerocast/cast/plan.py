@@ -284,10 +284,14 @@ class CastPlan(Plan):
         self.run(skip=skip, update=update, repeat=repeat)
         # With the first cast that writes, masters replace the values that the weights were
         # quantized from. The CPU waits for `skip` until then, unless it captures.
-        if self._keeps_initial_values and (skip is None or not (self._is_capturing() or bool(skip))):
-            self._keeps_initial_values = False
-            for index in self._cast_indices:
-                self.weights[index].high_precision_init_val = None
+        if not self._keeps_initial_values or (skip is not None and self._is_capturing()):
+            return
+        if skip is not None and bool(skip):
+            self.validity.skipped()
+            return
+        self._keeps_initial_values = False
+        for index in self._cast_indices:
+            self.weights[index].high_precision_init_val = None
 
     def _is_capturing(self) -> bool:
         """Return True while a CUDA graph captures this cast, during which the CPU cannot wait for

@@ -10,6 +10,8 @@ calls `check`. An event is recorded once for all weights, and a check compares n
     written          version counters of masters      the same
     cast             every cast                       columnwise copies until `copied`; READ in
                                                       debug mode, where ranks share masters
+    skipped          a first cast that a plan skips   what it did before, such as every read of
+                                                      weights that were never cast
     copied           the end of a gather              nothing
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
                      average, casts of frameworks     it (`WeightState.check_recorded`)
@@ -283,6 +285,10 @@ class Validity:
         """Record that the weights hold a cast of the masters as they are now."""
         self.casts += 1
         self._note_masters()
+
+    def skipped(self) -> None:
+        """Record that the last cast has written nothing."""
+        self.casts -= 1
 
     def copied(self) -> None:
         """Record that all bytes of the last cast are gathered, and columnwise copies made."""
