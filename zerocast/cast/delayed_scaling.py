@@ -3,7 +3,7 @@
 A cast scales with `scale`, then rolls its amax into `amax_history` and computes the `scale` of the
 next cast from the history (docs/formats/fp8_delayed.md). This class remembers the scale of the live
 bytes (`advance`), repeats a cast (`replay`), computes the first scale (`seed`), restores the state
-if a cast raises (`rollback`), and saves and loads.
+if a cast raises (`saved`), and saves and loads.
 
 The tensors stay in the memory of their owner, such as the buffers of a QuantizedWeight. If they are
 at equal distances in one storage (`into_flat_buffer`), each operation is one launch for any number
@@ -12,7 +12,7 @@ of weights.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -85,20 +85,22 @@ class DelayedScaling:
             if scales is not None:
                 _write(self._scales, scales)
 
-    def rollback(self) -> AbstractContextManager[None]:
-        """Restore the state if the body raises."""
-        return self._rollback() if self._cast_scale_of else NOTHING
+    def saved(self) -> Callable[[], None]:
+        """Return a function that restores the current state, to call if a cast raises.
 
-    @contextlib.contextmanager
-    def _rollback(self) -> Iterator[None]:
+        This is no context manager. Ctrl-C can arrive in the exit of one, after the cast is complete
+        and before the exit has found out how the body ended.
+        """
+        if not self._cast_scale_of:
+            return lambda: None
         tensors = [*self._scales, *self._histories, self._cast_scale]
         values, unseeded = _read(tensors), set(self.unseeded)
-        try:
-            yield
-        except BaseException:
+
+        def restore() -> None:
             _write(tensors, values)
-            self.unseeded = unseeded
-            raise
+            self.unseeded = set(unseeded)
+
+        return restore
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Drop the state of these weights, by default of all. Their next cast seeds it."""

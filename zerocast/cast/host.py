@@ -249,9 +249,13 @@ class CastDriver:
         if self.plan.problem is not None:
             self.join_collectives("an optimizer step", step_collectives, masters=True)
         with self.plan.validity.transaction("an optimizer step"):
-            with self.plan.delayed.rollback():
+            restore = self.plan.delayed.saved()
+            try:
                 launch()
                 self.plan.done()
+            except BaseException:
+                restore()
+                raise
             self.gather.start(self.plan)
             finish()
 

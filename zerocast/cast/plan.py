@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -104,9 +104,14 @@ class Plan(abc.ABC):
         if self.problem is not None:
             self.join_collectives(gather)
             return
-        with self._writing(masters=update is not None):
-            self.launch(skip=skip, update=update, repeat=repeat)
-            self.done(repeat=repeat)
+        restore = self._saved()
+        try:
+            with self._writing(masters=update is not None):
+                self.launch(skip=skip, update=update, repeat=repeat)
+                self.done(repeat=repeat)
+        except BaseException:
+            restore()
+            raise
         self._raise_delayed_reports()
 
     @abc.abstractmethod
@@ -140,8 +145,12 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the launch of a cast, which also steps the masters if `masters`. An
-        exception in it leaves scales as they were.
+        """Return a context for the launch of a cast, which also steps the masters if `masters`."""
+
+    @abc.abstractmethod
+    def _saved(self) -> Callable[[], None]:
+        """Return a function that restores delayed scaling, which `run` calls if the launch
+        raises.
         """
 
     def _raise_delayed_reports(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
@@ -322,10 +331,11 @@ class CastPlan(Plan):
             step = f" {self.group.caller}" if self._compares_steps else ""
             self.amaxes.reports.announce(f"casts by plan {self._number} of its group{step}{detail}")
 
-    @contextlib.contextmanager
-    def _writing(self, masters: bool) -> Iterator[None]:
-        with self.validity.transaction("a cast", masters=masters), self.delayed.rollback():
-            yield
+    def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
+        return self.validity.transaction("a cast", masters=masters)
+
+    def _saved(self) -> Callable[[], None]:
+        return self.delayed.saved()
 
     def _raise_delayed_reports(self) -> None:
         if self.amaxes.reports.reads_late:

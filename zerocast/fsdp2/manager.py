@@ -92,8 +92,7 @@ class CastManager:
         self._verified_step = 0
         # The cast that the next gather makes first.
         self._due = DueCast.NEXT
-        # If several optimizers have stepped so far, a step does not show which weights it has
-        # changed.
+        # The optimizers that have stepped so far.
         self._stepped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -121,6 +120,14 @@ class CastManager:
         `by` is the optimizer that has stepped. None if masters were loaded or written by hand.
         """
         self._due = DueCast.NEXT
+        # A rank without rows of a weight sees no write to it. If its backward passes did not raise
+        # like those of the other ranks, it would wait for these.
+        if by is None:
+            self.plan.stepped.update(self.plan.names.values())
+        else:
+            stepped = {id(p) for group in by.param_groups for p in group["params"]}
+            located = [weight for weight in self.weights if weight.is_located]
+            self.plan.stepped |= {weight.name for weight in located if id(weight.param().sharded_param) in stepped}
         if by not in self.measuring:
             self.plan.forget_amaxes()
         if by is None:
@@ -165,14 +172,14 @@ class CastManager:
         """
         repeat = self._due is not DueCast.NEXT
         self.plan.ready()
-        due = self._due
+        due, restore = self._due, self.plan.saved()
         try:
-            with self.plan.rollback():
-                self.plan.run(repeat=repeat)
-                self.finish_cast(repeat)
+            self.plan.run(repeat=repeat)
+            self.finish_cast(repeat)
         except BaseException:
-            # Delayed scaling has not moved on, so the next cast makes the same step of it.
+            # The next cast makes the same step of delayed scaling.
             self._due = due
+            restore()
             raise
 
     def before_gather(self) -> None:
@@ -205,8 +212,8 @@ class CastManager:
         """Mark the weights that the cast may have changed, and the cast as done."""
         if not repeat:
             self._steps += 1
-        # A single optimizer is taken to change all weights. With several, only those count whose
-        # masters are known to be written.
+        # A single optimizer is taken to change all weights. With several, only those count that
+        # one of them has stepped, or whose masters are known to be written.
         has_one_optimizer = len(self._stepped_optimizers) == 1
         all_changed = self._due is DueCast.NEXT and has_one_optimizer
         changed_weights = self.weights if all_changed else self.plan.changed_weights

@@ -62,6 +62,8 @@ class ShardPlan(Plan):
             moved. Empty before the first `bind`, and after one that raised.
         written: the names of the weights whose masters this rank knows to have changed since the
             last cast.
+        stepped: the names of the weights that optimizers have stepped, or a load or `refresh` may
+            have changed, since the last cast. The same on all ranks.
         may_have_moved: True if the storage of masters may have changed since the last gather.
         replica_only_casts: the number of casts that this replica (HSDP) has made without the others
             since the last cast of all replicas. None during such a cast.
@@ -92,7 +94,8 @@ class ShardPlan(Plan):
         self.cast_number = 0
         self.replica_only_casts: int | None = 0
         self.written: set[str] = set()
-        # The value of `written` at the last cast.
+        self.stepped: set[str] = set()
+        # The values of both at the last cast.
         self._changed: set[str] = set()
         # True if a master got a new wrapper since the last `bind`, which may be over different
         # storage.
@@ -125,13 +128,13 @@ class ShardPlan(Plan):
 
     @property
     def changed_weights(self) -> list[FSDPWeight]:
-        """The weights whose masters this rank knew to have changed at the last cast."""
+        """The weights whose masters had changed at the last cast, as far as this rank knew."""
         return living([self._weights[name] for name in self._changed])
 
     # -- events of masters
     #
     # event                            told by                        effect
-    # an optimizer steps               CastManager.make_due           the next gather casts
+    # an optimizer steps               CastManager.make_due           `stepped`; next gather casts
     # the step has measured masters    FusedAdamW                     the next cast uses its amaxes
     # an operator writes a master      FSDPWeight.after_write         amaxes dropped, `written`
     # a compiled function writes one   version counters               the same, before they are used
@@ -172,23 +175,25 @@ class ShardPlan(Plan):
         self.forget_old_amaxes()
 
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
-        # `CastManager.cast` undoes a cast that raises.
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def rollback(self) -> Iterator[None]:
-        """If the body raises, restore delayed scaling and the record of writes. Nothing reads the
-        bytes of a cast that has raised, since the next gather casts first.
+    def _saved(self) -> Callable[[], None]:
+        # `CastManager.cast` undoes a cast that raises.
+        return lambda: None
+
+    def saved(self) -> Callable[[], None]:
+        """Return a function that restores delayed scaling and the record of changes, to call if a
+        cast raises. Nothing reads the bytes of such a cast, since the next gather casts first.
         """
-        written = self.written
-        with contextlib.ExitStack() as stack:
-            for group in self.cast_groups:
-                stack.enter_context(group.delayed.rollback())
-            try:
-                yield
-            except BaseException:
-                self.written = self.written | written
-                raise
+        written, stepped = self.written, self.stepped
+        scaling = [group.delayed.saved() for group in self.cast_groups]
+
+        def restore() -> None:
+            self.written, self.stepped = self.written | written, self.stepped | stepped
+            for restore_scaling in scaling:
+                restore_scaling()
+
+        return restore
 
     def launch(
         self,
@@ -214,8 +219,8 @@ class ShardPlan(Plan):
             self.status.problem = None
             for group in self.cast_groups:
                 group.set_masters_readable(is_readable=True)
-        self._changed = self.written
-        self.written = set()
+        self._changed = self.written | self.stepped
+        self.written, self.stepped = set(), set()
         if debugging():
             for weight in self.weights:
                 weight.validity.cast()
