@@ -178,7 +178,7 @@ OTHERS = (
     PrivateName("_foreach_norm", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_foreach_zero_", "torch", "one launch for many tensors", _FUSED),
     PrivateName("_scaled_mm", "torch", "products of FP8 and FP4 codes", "torch.nn.functional.scaled_mm"),
-    PrivateName("_scaled_mm_v2", "", "products by two scales, where torch has them", "torch.nn.functional.scaled_mm"),
+    PrivateName("_scaled_mm_v2", "torch", "products by two scales", "torch.nn.functional.scaled_mm, if it cost less"),
     PrivateName("_grouped_mm", "torch", "products of experts", "torch.nn.functional.grouped_mm"),
     PrivateName("_scaled_grouped_mm", "torch", "products of experts in FP8", "torch.nn.functional.scaled_grouped_mm"),
     PrivateName("_is_avx2_supported", "torch.cpu", "which products a CPU has", "torch.backends.cpu"),

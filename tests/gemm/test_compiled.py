@@ -27,7 +27,7 @@ from tests import casts
 from tests.fsdp2.models import slow
 from tests.gemm.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format
-from zerocast.gemm import block_128, torch_api
+from zerocast.gemm import block_128
 from zerocast.weight import compiled_ops
 from zerocast.weight.compiled_ops import digest_of_sources
 
@@ -187,13 +187,17 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of path block_128 on a CPU, by the emulation, which asserts the strides of codes and scales."""
 
-    def by_function(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, *rest: Any) -> Tensor:
-        a_scaling, b_scaling, bias, dtype, _ = rest
-        return emulated(a, a_scale[0], b, b_scale[0], list(a_scaling), list(b_scaling), bias, dtype)
+    name_of = {member.value: name for name, member in torch.nn.functional.ScalingType.__members__.items()}
+
+    def operator(
+        a: Tensor, b: Tensor, a_scale: Any, a_recipe: Any, _: Any, b_scale: Any, b_recipe: Any, *rest: Any
+    ) -> Tensor:
+        _, bias, dtype = rest
+        (a_scaling,), (b_scaling,) = ([name_of[number] for number in recipe] for recipe in (a_recipe, b_recipe))
+        return emulated(a, a_scale[0], b, b_scale[0], [a_scaling], [b_scaling], bias, dtype)
 
     monkeypatch.setattr(block_128, "hardware", lambda case: iter(()))
-    monkeypatch.setattr(torch_api, "_operator", lambda: None)
-    monkeypatch.setattr(torch_api, "_by_function", by_function)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", operator)
     gemm.decide.cache_clear()
     with gemm.use("block_128"):
         monkeypatch.setattr(gemm.choice, "AUTOMATIC_DEVICES", ("cpu",))

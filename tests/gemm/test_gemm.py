@@ -1,6 +1,5 @@
 """GEMM paths on any machine: what they hand to torch, and what comes out."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -308,7 +307,6 @@ def test_what_is_not_finite_stays_so_in_groups(path: str, fmt: str, bad: float) 
 
 
 @pytest.mark.parametrize("swizzle", [(), ("SWIZZLE_32_4_4", "NO_SWIZZLE")])
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "scaled_mm"), reason="this torch has no scaled_mm")
 def test_the_operator_is_given_what_the_function_gives_it(monkeypatch: pytest.MonkeyPatch, swizzle: Any) -> None:
     """So that a torch whose function changes is noticed here."""
     given: list[tuple[Any, ...]] = []
@@ -317,12 +315,13 @@ def test_the_operator_is_given_what_the_function_gives_it(monkeypatch: pytest.Mo
         given.append(arguments)
         return torch.zeros(())
 
-    assert torch_api._operator() is not None
     monkeypatch.setattr(torch, "_scaled_mm_v2", note)
     a, scales, names = torch.zeros(16, 16), [torch.ones(1), torch.ones(1)], ["BlockWise1x16", "TensorWise"]
-    for operator in (note, None):
-        monkeypatch.setattr(torch_api, "_operator", functools.partial(lambda found: found, operator))
-        torch_api.scaled_mm(a, scales, a, scales, names, names[::-1], None, BF16, swizzle)
+    torch_api.scaled_mm(a, scales, a, scales, names, names[::-1], None, BF16, swizzle)
+    functional = torch.nn.functional
+    members = [getattr(functional.ScalingType, name) for name in names]
+    swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
+    functional.scaled_mm(a, a, scales, members, scales, members[::-1], swizzles, swizzles, output_dtype=BF16)
     direct, by_function = given
     assert str(direct) == str(by_function[:10])
     assert [*by_function[10:]] == [(), False]  # as the operator has them by itself

@@ -51,6 +51,7 @@ class BlackwellPath:
             factor f32[1] of the tensor.
         codes, scales: the dtypes by which torch knows the bytes of codes and scales.
         scaling, swizzle: the names of the scalings and of the orders of scales, for `scaled_mm`.
+        takes_bias: False if the kernel ignores a bias, which is then added to its result.
     """
 
     scale_rule: ScaleRule
@@ -60,6 +61,7 @@ class BlackwellPath:
     scales: torch.dtype
     scaling: tuple[str, ...] = ("BlockWise1x32",)
     swizzle: tuple[str, ...] = ("SWIZZLE_32_4_4",)
+    takes_bias: bool = True
 
     def supports(self, fmt: FormatSpec) -> bool:
         """Return True if this is the path of weights of this format."""
@@ -102,7 +104,9 @@ class BlackwellPath:
         if factor:
             a_scale, b_scale = [a_scale, *factor], [b_scale, inputs.decode_factor(weight.amax)]
         scaling, swizzle = list(self.scaling), list(self.swizzle)
-        return torch_api.scaled_mm(a, a_scale, b, b_scale, scaling, scaling, bias, dtype, swizzle)
+        given_bias = bias if self.takes_bias else None
+        y = torch_api.scaled_mm(a, a_scale, b, b_scale, scaling, scaling, given_bias, dtype, swizzle)
+        return y if bias is None or self.takes_bias else y + bias
 
 
 class _MXFP4(BlackwellPath):
@@ -115,20 +119,6 @@ class _MXFP4(BlackwellPath):
         if case.dtype is torch.float16:
             yield "results are bfloat16, not float16"
         yield from super().unsupported_reasons(case)
-
-    def multiply(
-        self,
-        operands: Sequence[Tensor],
-        weight: Any,
-        columnwise: bool,
-        transposed: bool,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the product of quantized rows with one direction of the weight."""
-        # The kernel ignores a bias, so none is passed and it is added afterwards.
-        y = super().multiply(operands, weight, columnwise, transposed, None, dtype)
-        return y if bias is None else y + bias
 
 
 @functools.cache
@@ -146,4 +136,4 @@ NVFP4 = BlackwellPath(
     ("SWIZZLE_32_4_4", "NO_SWIZZLE"),
 )
 MXFP8 = BlackwellPath(ScaleRule.E8M0, E4M3, inputs.mxfp8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-MXFP4 = _MXFP4(ScaleRule.E8M0, E2M1, inputs.mxfp4, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
+MXFP4 = _MXFP4(ScaleRule.E8M0, E2M1, inputs.mxfp4, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, takes_bias=False)

@@ -1,9 +1,10 @@
-"""A call of `torch.nn.functional.scaled_mm`, the matrix multiply that takes the kind of scaling of
-each operand as an argument, the GPUs that have it, and the order of the scales that it reads.
+"""A call of the operator behind `torch.nn.functional.scaled_mm`, the matrix multiply that takes the
+kind of scaling of each operand as an argument, the GPUs that have it, and the order of the scales
+that it reads.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +14,6 @@ from zerocast.backends import ops
 from zerocast.formats import Columnwise
 from zerocast.gemm.case import Case
 from zerocast.gemm.scaling import is_traced
-
-# The arguments of `aten::_scaled_mm_v2`, in order. `scaled_mm` passes them by position.
-ARGUMENTS = [
-    "self",
-    "mat2",
-    "scale_a",
-    "recipe_a",
-    "swizzle_a",
-    "scale_b",
-    "recipe_b",
-    "swizzle_b",
-    "bias",
-    "out_dtype",
-]
-ARGUMENTS += ["contraction_dim", "use_fast_accum"]
 
 
 def hopper(case: Case) -> Iterator[str]:
@@ -72,11 +58,12 @@ def scaled_mm(
     recipes = _numbers("ScalingType", *a_scaling), _numbers("ScalingType", *b_scaling)
     swizzles = _numbers("SwizzleType", *swizzle)
     scales = [list(scale) if isinstance(scale, (list, tuple)) else [scale] for scale in (a_scale, b_scale)]
-    operator = _operator()
-    if operator is not None:
-        made: Tensor = operator(a, b, scales[0], recipes[0], swizzles, scales[1], recipes[1], swizzles, bias, dtype)
-        return made
-    return _by_function(a, scales[0], b, scales[1], a_scaling, b_scaling, bias, dtype, swizzle)
+    # The operator that torch's function calls. The function itself takes the host twice as long,
+    # for its lists of members.
+    made: Tensor = torch._scaled_mm_v2(
+        a, b, scales[0], recipes[0], swizzles, scales[1], recipes[1], swizzles, bias, dtype
+    )
+    return made
 
 
 @functools.cache
@@ -84,50 +71,6 @@ def _numbers(kind: str, *names: str) -> list[int]:
     """Return the values of members of an enum, which the operator takes."""
     members: Any = getattr(torch.nn.functional, kind)
     return [getattr(members, name).value for name in names]
-
-
-@functools.cache
-def _operator() -> Callable[..., Tensor] | None:
-    """Return the operator that torch's function calls; None if this torch does not have it, or has
-    it with other arguments. The function itself takes the host twice as long, for its lists of
-    members.
-    """
-    packet: Any = getattr(torch.ops.aten, "_scaled_mm_v2", None)
-    if packet is None or [argument.name for argument in packet.default._schema.arguments] != ARGUMENTS:
-        return None
-    operator: Callable[..., Tensor] = getattr(torch, "_scaled_mm_v2")  # noqa: B009
-    return operator
-
-
-def _by_function(
-    a: Tensor,
-    a_scale: list[Tensor],
-    b: Tensor,
-    b_scale: list[Tensor],
-    a_scaling: Sequence[str],
-    b_scaling: Sequence[str],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    swizzle: Sequence[str],
-) -> Tensor:
-    """Return the result of `scaled_mm` from torch's public function, for a torch without the
-    operator as known here.
-    """
-    functional: Any = torch.nn.functional
-    swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
-    y: Tensor = functional.scaled_mm(
-        a,
-        b,
-        a_scale,
-        [getattr(functional.ScalingType, name) for name in a_scaling],
-        b_scale,
-        [getattr(functional.ScalingType, name) for name in b_scaling],
-        swizzle_a=swizzles,
-        swizzle_b=swizzles,
-        bias=bias,
-        output_dtype=dtype,
-    )
-    return y
 
 
 def swizzled(scales: Tensor) -> Tensor:
