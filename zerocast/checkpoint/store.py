@@ -61,17 +61,17 @@ class StorePath:
 
     def exists(self) -> bool:
         """Return True if there is a file or a folder."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         return bool(fs.exists(path))
 
     def is_file(self) -> bool:
         """Return True if there is a file."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         return bool(fs.isfile(path))
 
     def is_dir(self) -> bool:
         """Return True if there is a folder. Some stores have no empty folders."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         return bool(fs.isdir(path))
 
     def is_symlink(self) -> bool:
@@ -88,7 +88,7 @@ class StorePath:
 
     def open(self) -> IO[bytes]:
         """Open the file for reading. Raises FileNotFoundError if it does not exist."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         try:
             stream: IO[bytes] = fs.open(path, "rb")
         except FileNotFoundError:
@@ -101,13 +101,13 @@ class StorePath:
 
     def write_bytes(self, content: bytes) -> None:
         """Write a complete file like `write_text`."""
-        fs, path = self._opened()
-        fs.makedirs(self.parent._opened()[1], exist_ok=True)
+        fs, path = self.opened()
+        fs.makedirs(self.parent.opened()[1], exist_ok=True)
         fs.pipe_file(path, content)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the file, which has to exist unless `missing_ok`."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         try:
             fs.rm_file(path)
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class StorePath:
 
     def rmtree(self, last: str) -> None:
         """Delete the folder and all that is in it, the file called `last` after all others."""
-        fs, path = self._opened()
+        fs, path = self.opened()
         others = [f"{path}/{name}" for name in self._listed() if name != last]
         if others:
             fs.rm(others, recursive=True)
@@ -124,7 +124,7 @@ class StorePath:
             fs.rm(path, recursive=True)
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        fs, path = self._opened()
+        fs, path = self.opened()
         try:
             entries = fs.ls(path, detail=True)
         except FileNotFoundError:
@@ -133,9 +133,9 @@ class StorePath:
         inside = [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in inside}
 
-    def _opened(self) -> tuple[Any, str]:
-        """Return the file system and the path in it. Its cache of folders is dropped, since other
-        processes may have changed them.
+    def opened(self) -> tuple[Any, str]:
+        """Return fsspec's file system and the path in it. Its cache of folders is dropped, since
+        other processes may have changed them.
         """
         from fsspec.core import url_to_fs  # noqa: PLC0415
 

@@ -237,12 +237,12 @@ class ClearWriter(FileSystemWriter):
         super().__init__(str(folder), sync_files=False)
         if isinstance(folder, StorePath):
             # It imports fsspec.
-            from zerocast.checkpoint.store_files import StoreFiles  # noqa: PLC0415
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoreFiles  # noqa: PLC0415
 
             self.fs = type("HashedStoreFiles", (HashedFiles, StoreFiles), {})()
+            self.fs.fs, self.path = folder.opened()
         else:
             self.fs = _SyncedFiles()
-        self.path = self.fs.init_path(str(folder))
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Write this rank's tensors; raises the first OSError behind a failure."""

@@ -30,8 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast.checkpoint.checkpointed import SavedMoments
 from zerocast.checkpoint.moments import MOMENTS
-from zerocast.checkpoint.sources import AnySource
-from zerocast.checkpoint.sources.master_reader import read_masters
+from zerocast.checkpoint.sources import AnySource, read_masters
 from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.distributed.agreement import together, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.checkpoint.checkpoint import group_of
-from zerocast.checkpoint.sources import AnySource
-from zerocast.checkpoint.sources.master_reader import read_masters
+from zerocast.checkpoint.sources import AnySource, read_masters
 from zerocast.checkpoint.torch_checkpoint import TensorShard
 from zerocast.distributed.agreement import together
 from zerocast.distributed.group import Group

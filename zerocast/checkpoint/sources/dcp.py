@@ -99,7 +99,8 @@ class _RegularFiles(FileSystem):
 
 
 class SafeReader(FileSystemReader):
-    """A FileSystemReader whose metadata cannot run code.
+    """A FileSystemReader whose metadata cannot run code. It reads the metadata once, so that all
+    loads use what was checked.
 
     Raises pickle.UnpicklingError for metadata that would run code, ValueError for damaged metadata
     and for chunks that overlap or leave out a part of a tensor.
@@ -113,15 +114,19 @@ class SafeReader(FileSystemReader):
         super().__init__(str(self._folder))
         if isinstance(self._folder, StorePath):
             # It imports fsspec.
-            from zerocast.checkpoint.store_files import StoreFiles  # noqa: PLC0415
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoreFiles  # noqa: PLC0415
 
             self.fs = StoreFiles()
+            self.fs.fs, self.path = self._folder.opened()
         else:
             self.fs = _RegularFiles()
-        self.path = self.fs.init_path(str(self._folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and check the checkpoint's metadata; raises the errors of the class."""
+        """Return the checkpoint's metadata, which was checked; raises the errors of the class."""
+        return self._metadata
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
         file = self._folder / ".metadata"
         content = read_bounded(file, MAX_BYTES)
         try:
@@ -154,10 +159,10 @@ class DcpSource(TensorSource):
 
     def __init__(self, path: Location) -> None:
         self.location = str(path)
-        self._path = path
+        self._reader = SafeReader(path)
         self.entries = {
             name: Entry(tuple(tensor.size), dtype_name(tensor.properties.dtype))
-            for name, tensor in SafeReader(path).read_metadata().state_dict_metadata.items()
+            for name, tensor in self._reader.read_metadata().state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
         # A cache of the tensor that was read last.
@@ -171,13 +176,13 @@ class DcpSource(TensorSource):
 
     def reader(self) -> StorageReader:
         """Return the folder as storage that torch.distributed.checkpoint loads from."""
-        return SafeReader(self._path)
+        return self._reader
 
     def _load(self, name: str) -> Tensor:
         entry = self.entries[name]
         state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
         try:
-            load(state, self.reader(), ONE_PROCESS, self.location)
+            load(state, self._reader, ONE_PROCESS, self.location)
         except (pickle.UnpicklingError, RuntimeError, ValueError, AssertionError, OSError) as error:
             lines = str(error).strip().splitlines()
             reason = lines[-1] if lines else ""
