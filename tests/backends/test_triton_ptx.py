@@ -188,7 +188,7 @@ KERNELS = {
     "partial_cast._blocks",
     "partial_cast._round",
     "partial_cast._run",
-    "roll_history._roll",
+    "compute_scales._roll",
     "transpose._data",
     "transpose._scales",
     "triton_inputs._groups",

@@ -14,7 +14,7 @@ from zerocast.bench.clock import Clock, launches
 from zerocast.bench.config import BenchConfig
 from zerocast.bench.row import CAST, Row, Work, all_rows, select
 from zerocast.bench.run import Bench, WrongBytesError, check
-from zerocast.bench.shard import Shard
+from zerocast.bench.work import Shard
 from zerocast.bench.workload import A, BenchEnv, Job, Workload
 from zerocast.cli import main
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import zerocast
-from zerocast.bench.shard import SimulatedGroup
+from zerocast.bench.work import SimulatedGroup
 from zerocast.bench.workload import Workload
 from zerocast.formats.layout import BUFFERS, Span
 from zerocast.weight.buffers import into_flat_buffer

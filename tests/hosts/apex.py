@@ -43,7 +43,7 @@ class Fused(HostUnderTest):
         *(Place(APEX, name, "after") for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
     )
     BREAKS: ClassVar[dict[str, Place]] = {
-        "step": Place("zerocast.integrations.apex.buckets:QuantizedBuckets", "start"),
+        "step": Place("zerocast.integrations.apex.optimizer:QuantizedBuckets", "start"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
         "cast": Place("zerocast.cast.plan:CastPlan", "launch"),
     }

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast.bench.row import Build
-from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.work import HYPERPARAMETERS, Moments, in_a_graph
+from zerocast.bench.work import HYPERPARAMETERS, STANDARD_DEVIATION, Moments, in_a_graph
 from zerocast.bench.workload import BenchEnv, Job, Workload
 
 

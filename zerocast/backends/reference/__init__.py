@@ -4,13 +4,14 @@ It is the executable specification: every other backend produces the same bytes.
 """
 
 from zerocast.backends.reference.adam import adam_8bit, adam_amax
-from zerocast.backends.reference.gradient_messages import add_gradients, quantize_gradient
 from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (
+    add_gradients,
     compute_scales,
     dequantize,
     partial_amax,
     partial_cast,
+    quantize_gradient,
     roll_history,
     transpose,
     upcast,

@@ -14,12 +14,11 @@ except ImportError as error:
 
 from zerocast.backends.triton.adam_8bit import adam_8bit
 from zerocast.backends.triton.adam_amax import adam_amax
-from zerocast.backends.triton.compute_scales import compute_scales
+from zerocast.backends.triton.compute_scales import compute_scales, roll_history
 from zerocast.backends.triton.dequantize import dequantize
 from zerocast.backends.triton.gradient_messages import add_gradients, quantize_gradient
 from zerocast.backends.triton.partial_amax import partial_amax
 from zerocast.backends.triton.partial_cast import partial_cast
-from zerocast.backends.triton.roll_history import roll_history
 from zerocast.backends.triton.transpose import transpose
 from zerocast.backends.triton.upcast import upcast
 
