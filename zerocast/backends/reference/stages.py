@@ -5,6 +5,8 @@ This file is the specification: ../README.md describes the inputs and outputs of
 every other backend gives these bytes.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from zerocast.backends.reference.codec import (
     encode,
     encode_e4m3,
     pack,
+    round_nominal,
     to_nominal,
     unpack,
 )
@@ -32,7 +35,6 @@ from zerocast.backends.reference.scales import (
     stored_amax,
     stored_scales,
 )
-from zerocast.backends.reference.window import Window
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import (
     GradientMessage,
@@ -40,10 +42,63 @@ from zerocast.formats.layout import (
     amax_grid,
     byte_range,
     columnwise_scale_inv,
+    round_up,
     rowwise_scale_inv,
     upcast_operand,
 )
 from zerocast.formats.spec import UPCAST_EXPONENT
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows `[first, last)` of a weight: the full block rows that contain the owned span."""
+
+    row: list[int]  # the weight's descriptor row
+    first: int
+    last: int
+
+    @staticmethod
+    def from_row(fmt: FormatSpec, row: list[int]) -> "Window | None":
+        """Return the window of a descriptor row, or None if nothing is owned."""
+        if row[Column.NUMEL] == 0:
+            return None
+        rows, columns = row[Column.ROWS], row[Column.COLUMNS]
+        height = max(rows if b is None else b[0] for b in (fmt.exchange_block, fmt.columnwise_block or (1, 1)))
+        start, stop = row[Column.START], row[Column.START] + row[Column.NUMEL]
+        first = start // columns // height * height
+        last = min(rows, round_up(round_up(stop, columns) // columns, height))
+        return Window(row, first, last)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of the weight."""
+        return self.row[Column.COLUMNS]
+
+    @property
+    def owned(self) -> slice:
+        """The owned elements within the flattened window."""
+        start = self.row[Column.START] - self.first * self.columns
+        return slice(start, start + self.row[Column.NUMEL])
+
+    def elements(self, masters: list[Tensor]) -> Tensor:
+        """Return the owned elements, flat, in the dtype of the master."""
+        offset = self.row[Column.MASTER_OFFSET]
+        return masters[self.row[Column.MASTER_BASE]][offset : offset + self.row[Column.NUMEL]]
+
+    def canvas(self, masters: list[Tensor], nominal: torch.dtype) -> Tensor:
+        """Return f32 `[last - first, columns]`: owned elements rounded to nominal, 0 elsewhere."""
+        elements = self.elements(masters)
+        canvas = elements.new_zeros((self.last - self.first) * self.columns, dtype=torch.float32)
+        canvas[self.owned] = round_nominal(elements, nominal)
+        return canvas.view(-1, self.columns)
+
+    def grid(self, packed: Tensor, offset: int, block: Block | None) -> Tensor:
+        """Return the amaxes of the window's blocks, a view `[block_rows, block_columns]` of the
+        packed buffer.
+        """
+        height = block[0] if block else self.row[Column.ROWS]
+        grid = grid_of(packed, offset, block, self.row[Column.ROWS], self.columns)
+        return grid[self.first // height : -(-self.last // height)]
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
@@ -64,9 +119,9 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
 
 
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
-    """Return the packed amaxes of a full weight as f32 `[block_rows, block_columns]`."""
+    """Return the packed amaxes of a full weight, a view `[block_rows, block_columns]`."""
     block_rows, block_columns = amax_grid(block, rows, columns)
-    return packed[offset : offset + block_rows * block_columns].view(block_rows, block_columns).float()
+    return packed[offset : offset + block_rows * block_columns].view(block_rows, block_columns)
 
 
 def compute_scales(
@@ -86,7 +141,7 @@ def compute_scales(
         return
     for row in table.tolist():
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
-        grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns)
+        grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns).float()
         tensor_amax = None
         if fmt.has_tensor_amax:
             largest = grid.amax().view(1)
@@ -103,7 +158,7 @@ def compute_scales(
         filled = fill_scales(stored, fmt.scale_repeat(), buffer).view(-1)
         row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :][: filled.numel()] = filled
         if fmt.columnwise is Columnwise.OWN_GRID:
-            grid = grid_of(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block, rows, columns)
+            grid = grid_of(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block, rows, columns).float()
             stored = stored_scales(fmt, grid, None, None)
         if fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
             buffer = columnwise_scale_inv(fmt, rows, columns)
