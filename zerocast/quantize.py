@@ -48,9 +48,7 @@ def quantize_(
     which are no operands of a product; a DTensor (use `zerocast.fsdp2.prepare`); and those that
     `serve` could not read.
     """
-    recipe = served_recipe(recipe, serve, model)
-    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
-    recipe.check_used(weights)
+    recipe, weights = served_recipe(recipe, serve, model)
     chosen: dict[Tensor, FormatSpec] = {}
     not_in_products = read_without_products(model)
     for name, parameter in weights.items():
@@ -135,8 +133,11 @@ def extra_repr(module: nn.Module) -> str:
     return ", ".join(filter(None, parts))
 
 
-def served_recipe(recipe: RecipeLike, serve: str | None, model: nn.Module) -> Recipe:
-    """Return the recipe whose weights the engine `serve` can read. Raises ValueError if none is."""
+def served_recipe(recipe: RecipeLike, serve: str | None, model: nn.Module) -> tuple[Recipe, dict[str, nn.Parameter]]:
+    """Return the recipe whose weights the engine `serve` can read, and the parameters that it is
+    for, keyed by each of their names. Raises ValueError for an engine that reads none, and for a
+    pattern that matches nothing.
+    """
     recipe = Recipe.of(recipe).for_reader(serve, model)
     if serve is not None:
         # It imports what reads and writes checkpoints.
@@ -144,7 +145,9 @@ def served_recipe(recipe: RecipeLike, serve: str | None, model: nn.Module) -> Re
 
         formats = {name: recipe.format_of(name) for name, p in model.named_parameters() if p.dim() >= 2}
         check_served(model, {name: fmt for name, fmt in formats.items() if fmt.element is not None}, serve)
-    return recipe
+    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
+    recipe.check_used(weights)
+    return recipe, weights
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:

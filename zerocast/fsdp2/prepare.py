@@ -161,9 +161,7 @@ def prepare(
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     if weight_mesh is not None and weight_mesh.ndim != 1:
         raise ValueError(f"weight_mesh has one dimension, got {weight_mesh.ndim}: flatten it")
-    recipe = served_recipe(recipe, serve, model)
-    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
-    recipe.check_used(weights)
+    recipe, weights = served_recipe(recipe, serve, model)
     names = {parameter: name for name, parameter in reversed(weights.items())}
     shared = recipe.shared_amaxes(list(names.values())[::-1])
     torch_names.check_fsdp2()
