@@ -44,6 +44,7 @@ from zerocast.optim.saved_state import (
     NEVER_STEPPED,
     STEP,
     check_moments,
+    check_names,
     check_not_kept,
     check_step,
     hyperparameters,
@@ -240,8 +241,8 @@ class TrainingState:
         by_name = {stepped.name: stepped for stepped in self._stepped()}
         parameters = dict(self._model.named_parameters())
         second_names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        _check_names(saved, {*parameters}, second_names)
-        _check_names(moments, {*by_name}, {*by_name})
+        check_names(saved, parameters, second_names, "model")
+        check_names(moments, by_name, by_name, "model")
         for name, parameter in parameters.items():
             _check_fits(name, saved[name], parameter)
         for name, stepped in by_name.items():
@@ -278,7 +279,7 @@ class TrainingState:
         for stepped in self._stepped():
             names.setdefault(id(stepped.group), []).append(stepped.name)
         if saved:
-            _check_names(saved, {name for of_group in names.values() for name in of_group}, {*saved})
+            check_names(saved, {name for of_group in names.values() for name in of_group}, saved, "model")
         return [
             loaded_hyperparameters(names.get(id(group), []), group, rule_of_torch(group), saved)
             for group in self.param_groups
@@ -379,12 +380,6 @@ def _zeros(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
         return torch.zeros((), dtype=entry.properties.dtype)
     detached = parameter.detach()
     return torch.zeros_like(detached) if entry.size == parameter.shape else detached.new_zeros(entry.size)
-
-
-def _check_names(saved: Mapping[str, Any], needed: Collection[str], known: Collection[str]) -> None:
-    missing, extra = sorted({*needed} - {*saved}), sorted({*saved} - {*known})
-    if missing or extra:
-        raise ValueError(f"the state does not fit this model: it lacks {missing[:4]} and has beyond it {extra[:4]}")
 
 
 def _check_fits(name: str, value: Any, like: Tensor) -> None:

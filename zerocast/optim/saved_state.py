@@ -86,6 +86,13 @@ def problem_of(check: Callable[[], None], owner: str) -> Exception | None:
     return None
 
 
+def check_names(saved: Collection[str], needed: Collection[str], known: Collection[str], owner: str) -> None:
+    """Raise ValueError for a state that lacks parameters of the `owner`, or has unknown ones."""
+    missing, extra = sorted({*needed} - {*saved}), sorted({*saved} - {*known})
+    if missing or extra:
+        raise ValueError(f"the state does not fit this {owner}: it lacks {missing[:4]} and has beyond it {extra[:4]}")
+
+
 def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[str] | None) -> None:
     """Raise ValueError, on this rank only, for saved moments that a parameter cannot have.
     `expected` are the moments that its update keeps; None if they are not known.

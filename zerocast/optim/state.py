@@ -37,6 +37,7 @@ from zerocast.optim.saved_state import (
     NEVER_STEPPED,
     STEP,
     check_moments,
+    check_names,
     check_not_kept,
     check_step,
     hyperparameters,
@@ -158,13 +159,7 @@ class ZeroState:
         """Fill a flat f32 tensor, which has the layout of the masters, from a result of
         `masters_of`. Raises ValueError on every rank, with nothing changed, if it does not fit.
         """
-        problem = None
-        try:
-            self._check_names(saved)
-            for name, tensor in saved.items():
-                self._check_tensor(name, tensor)
-        except ValueError as error:
-            problem = error
+        problem = problem_of(lambda: self._check_tensors(saved), "optimizer")
         validate_across_ranks(self._group, [], problem, what="loads an average")
         for name, (bucket, slot) in self._slots.items():
             span, start = bucket.owned(slot, self._group.rank)
@@ -242,14 +237,13 @@ class ZeroState:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved, moments = state["model"], state["optim"]["state"]
-        self._check_names(saved)
-        self._check_names(moments)
+        self._check_tensors(saved)
+        check_names(moments, self._slots, self._slots, "optimizer")
         is_compact = _has_scales(moments) and self._masters.eight_bit is not None
         for name, (bucket, _) in self._slots.items():
             fields = fields_of(bucket)
             scales = [f"{field}_scale" for field in fields] if is_compact else []
             check_moments(name, moments[name], {*fields, *scales, *(() if bucket.storage.single_owner else (STEP,))})
-            self._check_tensor(name, saved[name])
             if NEVER_STEPPED in moments[name]:
                 continue
             for field in fields:
@@ -258,6 +252,12 @@ class ZeroState:
                 self._check_scales(name, moments[name][field])
             self._check_own_step(name, saved[name], moments[name])
         self.check_numbers(state)
+
+    def _check_tensors(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError for tensors by name that cannot replace the masters."""
+        check_names(saved, self._slots, self._slots, "optimizer")
+        for name, tensor in saved.items():
+            self._check_tensor(name, tensor)
 
     def _check_own_step(self, name: str, master: Tensor, moments: Mapping[str, Any]) -> None:
         """Raise ValueError for a result of `state_dict` that was kept during a step."""
@@ -278,13 +278,6 @@ class ZeroState:
                 step = 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP])
                 steps.setdefault(slot.param_group, {})[name] = step
         return steps
-
-    def _check_names(self, saved: Mapping[str, Any]) -> None:
-        if set(saved) != set(self._slots):
-            missing, extra = sorted(set(self._slots) - set(saved)), sorted(set(saved) - set(self._slots))
-            raise ValueError(
-                f"the state does not fit this optimizer: it lacks {missing[:4]} and has unexpected entries {extra[:4]}"
-            )
 
     def _check_scales(self, name: str, scales: Tensor) -> None:
         span, shape, _ = self._masters.compact(*self._slots[name])
@@ -320,7 +313,7 @@ class ZeroState:
         for name, (_, slot) in self._slots.items():
             names.setdefault(slot.param_group, []).append(name)
         if saved:
-            self._check_names(saved)
+            check_names(saved, self._slots, self._slots, "optimizer")
         loaded = {}
         for index, group_names in names.items():
             group = self._param_groups[index]
