@@ -103,6 +103,7 @@ SPOILT: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
     "double": (put("masters", 1, Tensor.double), TypeError, "torch.float64"),
     "shape": (put("masters", 0, lambda m: m.view(1, -1)), ValueError, "flat and contiguous"),
     "stride": (put("masters", 0, lambda m: torch.stack((m, m), 1)[:, 0]), ValueError, r"strides \(2,\)"),
+    "negated": (put("masters", 1, lambda m: torch._neg_view(m)), ValueError, "a pending negation"),
     "device": (put("masters", 2, lambda m: m.to("meta")), ValueError, "the master is on meta and the weight on cpu"),
     "sparse": (put("masters", 2, Tensor.to_sparse), ValueError, "flat and contiguous"),
     "no tensor": (put("masters", 2, Tensor.tolist), TypeError, "the master is a list"),

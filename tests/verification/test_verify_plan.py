@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zerocast
 from tests import casts
 from tests.cast.test_collectives import SHAPE, cut, every_format
-from tests.casts import Sharded
+from tests.casts import Sharded, Weight
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, VerificationError, verify
 
@@ -43,6 +43,19 @@ def test_one_matrix_of_several_is_named_by_its_number() -> None:
     plan.post_all_gather()
     weight.rowwise_data.view(-1)[-1] ^= 1
     assert [(found.name, found.buffer) for found in verify(plan).differences] == [("weight 0[2]", "rowwise_data")]
+
+
+@pytest.mark.parametrize("buffer", ["rowwise_data", "rowwise_scale_inv"])
+@on_ranks(2)
+def test_memory_that_was_freed_is_not_read(buffer: str) -> None:
+    """On one rank, which reads no byte, and all raise."""
+    here = Sharded((Weight("fp8_block", SHAPE, cut(2), torch.bfloat16),), dist.get_rank())
+    plan = CastPlan(here.weights, here.masters, here.starts)
+    plan.cast()
+    if dist.get_rank() == 1:
+        getattr(here.weights[0], buffer).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{buffer} of weight 0 ends at byte"):
+        verify(plan)
 
 
 @on_ranks(2)

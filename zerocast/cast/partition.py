@@ -321,6 +321,9 @@ def _check_shard(
         raise ValueError(
             f"the master is flat and contiguous, got shape {tuple(master.shape)} and strides {master.stride()}"
         )
+    # Backends read its memory, which holds the values without their sign.
+    if master.is_neg():
+        raise ValueError("the master is a view with a pending negation: pass master.resolve_neg()")
     if master.device != weight.device and not is_on_cpu(master, weight.device):
         raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
     if master.numel() == 0:

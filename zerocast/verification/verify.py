@@ -25,6 +25,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.formats.layout import Span
+from zerocast.formats.memory import check_storage
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.verification.master_views import MasterView, MasterViews, owners_of
 
@@ -177,7 +178,7 @@ def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> Verif
     # Ranks with different weights would wait for each other in the collectives below.
     weights = [(view.name, view.weight) for view in named]
     lines = [f"{name}: {weight.format} {tuple(weight.shape)} {weight.dtype}" for name, weight in weights]
-    validate_across_ranks(views.group, lines, views.problem, "verifies")
+    validate_across_ranks(views.group, lines, views.problem or _freed_memory(named), "verifies")
     shared = _shared_amaxes(named, views.group)
     compared = [_compare_matrices(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
     own_differences = [dataclasses.replace(d, rank=ranks.rank) for weight in compared for d in weight.differences]
@@ -191,6 +192,18 @@ def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> Verif
         without_masters=views.left_out,
         not_finite=tuple((name, count) for name, count in counts if count),
     )
+
+
+def _freed_memory(views: Sequence[MasterView]) -> ValueError | None:
+    """Return the error of a weight whose memory was freed, which a comparison must not read."""
+    try:
+        for view in views:
+            for buffer, tensor in view.weight.state.buffers.items():
+                if tensor is not None:
+                    check_storage(f"{buffer} of {view.name}", tensor)
+    except ValueError as error:
+        return error
+    return None
 
 
 class _Compared(NamedTuple):
