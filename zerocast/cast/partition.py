@@ -311,6 +311,19 @@ def _check_shard(
     _check_memory(weight.state.buffers)
     if master is None:
         return MasterShard(weight, None, Span(0, 0))
+    _check_master(master, weight)
+    if master.numel() == 0:
+        return MasterShard(weight, None, Span(0, 0))
+    _check_memory({"the master": master})
+    if type(start) is not int:
+        raise ValueError(f"a master of {master.numel()} elements needs its start offset as an int, got {start!r}")
+    span = Span(start, start + master.numel())
+    if start < 0 or span.stop > weight.numel():
+        raise ValueError(f"elements [{span.start}, {span.stop}) are not inside the weight's {weight.numel()}")
+    return MasterShard(weight, master, span, _check_shard_data(weight, span, data))
+
+
+def _check_master(master: Tensor, weight: QuantizedWeight) -> None:
     if not isinstance(master, Tensor):
         raise TypeError(f"the master is a {type(master).__name__}, a tensor or None is needed")
     if master.dtype not in (torch.float32, weight.dtype):
@@ -326,15 +339,6 @@ def _check_shard(
         raise ValueError("the master is a view with a pending negation: pass master.resolve_neg()")
     if master.device != weight.device and not is_on_cpu(master, weight.device):
         raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
-    if master.numel() == 0:
-        return MasterShard(weight, None, Span(0, 0))
-    _check_memory({"the master": master})
-    if type(start) is not int:
-        raise ValueError(f"a master of {master.numel()} elements needs its start offset as an int, got {start!r}")
-    span = Span(start, start + master.numel())
-    if start < 0 or span.stop > weight.numel():
-        raise ValueError(f"elements [{span.start}, {span.stop}) are not inside the weight's {weight.numel()}")
-    return MasterShard(weight, master, span, _check_shard_data(weight, span, data))
 
 
 def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
