@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zerocast
@@ -15,8 +16,11 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.hosts.stopping import CUT_GROUPS, Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
+from tests.optim.runs import Repeated
+from zerocast.cast.captured_step import CapturedStep
 from zerocast.formats.spec import AmaxPolicy
 from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 from zerocast.optim import Checkpoints
 
 FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3", "mxfp8")
@@ -48,6 +52,7 @@ class Prepared(HostUnderTest):
     )
 
     MORE_PLACES: ClassVar[dict[str, tuple[Place, ...]]] = {EIGHT_BITS: CUT_GROUPS}
+    OPTIMIZER = "FusedAdamW"  # of the variants that do not name one
     NAMES: ClassVar[dict[str, str]] = {
         "quantized": "blocks.0.1.weight",
         "plain": "blocks.0.0.weight",
@@ -70,9 +75,10 @@ class Prepared(HostUnderTest):
         else:
             self._width = 64
             self._model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=False)
-        self._optimizer = OPTIMIZERS.get(variant, FusedAdamW)(self._model.named_parameters(), lr=1e-2)
+        self._optimizer = OPTIMIZERS.get(variant, OPTIMIZERS[self.OPTIMIZER])(self._model.named_parameters(), lr=1e-2)
         self._state, self._checkpoints = TrainingState(self._model, self._optimizer), Checkpoints(folder, keep=2)
         self.loadable = self._state
+        self._captured: CapturedStep | None = None
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
@@ -194,6 +200,45 @@ class Prepared(HostUnderTest):
 
     def another_owner(self) -> FusedAdamW:
         return FusedAdamW(self._model.parameters())
+
+    def attach(self) -> None:
+        zerocast.fsdp2.prepare(self._model, self._model.recipe)
+
+    def gather(self) -> None:
+        for module in self._units():
+            module.unshard()
+
+    def reshard(self) -> None:
+        for module in self._units():
+            module.reshard()
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    def replay(self, number: int) -> None:
+        """Take a step as a graph, or on a CPU as something that acts like one."""
+        if self._captured is None:
+            on_cpu = models.place() == "cpu"
+            self._captured = Repeated(CapturableFusedStep(self._optimizer)) if on_cpu else self._optimizer.capture()
+        self._backward(number)
+        self._captured()
+        self._gather()
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        return self._optimizer  # type: ignore[no-any-return]
+
+
+class TorchStepped(Prepared):
+    """A prepared model under torch's own AdamW."""
+
+    OPTIMIZER = "AdamW"
+    CANNOT: ClassVar[dict[str, str]] = {"steps are replayed": "only zerocast's optimizers capture a step"}
+    BREAKS: ClassVar[dict[str, Place]] = {
+        **Prepared.BREAKS,
+        "step": Place("torch.optim.adam", "adam", "after"),
+        "load": Place("zerocast.fsdp2.state:TrainingState", "_own"),
+    }
 
 
 def _read(weight: zerocast.QuantizedWeight) -> Iterator[tuple[str, Tensor]]:

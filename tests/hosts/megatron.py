@@ -206,5 +206,11 @@ class Megatron(HostUnderTest):
     def detach(self) -> None:
         self.attachment.detach()
 
+    def attach(self) -> None:
+        self.attachment = integration.attach(self.run.optimizer, self.run.ddp)
+
+    def gather(self) -> None:
+        self.run.force_sync()
+
     def another_owner(self) -> ZeroAdamW:
         return ZeroAdamW((name, p) for name, p in self.model.named_parameters() if p.requires_grad)

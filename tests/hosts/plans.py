@@ -45,19 +45,33 @@ class AttachedPlan(HostUnderTest):
 
     def _prepare(self) -> None:
         self._plan = CastPlan(*self._arguments())
-        self._plan.attach(self._optimizer)
+        self.attach()
         self.recast()
+
+    def attach(self) -> None:
+        self._handle = self._plan.attach(self._optimizer)
+
+    def detach(self) -> None:
+        self._handle.remove()
+
+    def gather(self) -> None:
+        data = self._model.nv.rowwise_data.view(-1)
+        self._group.all_gather_into(data, self._shard(data))
+        self._after_gather()
+
+    def cast(self, skip: Tensor) -> None:
+        self._plan.cast(skip=skip)
+        self.gather()
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        return self._optimizer
 
     def _arguments(self) -> tuple[list[Any], list[Tensor], list[int]]:
         return [self._model.nv], [self._master], [self._group.rank * self._master.numel()]
 
     def _shard(self, whole: Tensor) -> Tensor:
         return whole.reshape(self._group.size, -1)[self._group.rank].clone()
-
-    def _gather(self) -> None:
-        data = self._model.nv.rowwise_data.view(-1)
-        self._group.all_gather_into(data, self._shard(data))
-        self._after_gather()
 
     def _after_gather(self) -> None:
         self._plan.post_all_gather()
@@ -87,7 +101,7 @@ class AttachedPlan(HostUnderTest):
 
     def _step(self) -> None:
         self._optimizer.step()
-        self._gather()
+        self.gather()
         self.forget()
 
     def forget(self) -> None:
@@ -114,7 +128,7 @@ class AttachedPlan(HostUnderTest):
 
     def recast(self) -> None:
         self._cast()
-        self._gather()
+        self.gather()
 
     def whole(self) -> dict[str, Tensor]:
         start, state = self._arguments()[2][0], self._optimizer.state[self._master]
@@ -153,6 +167,10 @@ class CastsOfOneCall(AttachedPlan):
 
     CANNOT: ClassVar[dict[str, str]] = {
         **AttachedPlan.CANNOT,
+        **dict.fromkeys(
+            ("it is detached", "it is attached twice", "it is detached and attached"), "no plan is kept to attach"
+        ),
+        **dict.fromkeys(("a cast is skipped", "a master is written and its cast is skipped"), "the call takes no flag"),
         "another optimizer is built": "it takes the weight over, and the loop goes on without its gradients",
     }
 
@@ -168,7 +186,7 @@ class CastsOfOneCall(AttachedPlan):
     def _step(self) -> None:
         self._optimizer.step()
         self._cast()
-        self._gather()
+        self.gather()
         self.forget()
 
     @property

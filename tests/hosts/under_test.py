@@ -184,9 +184,41 @@ class HostUnderTest(abc.ABC):
 
     other: Any = None  # what another_owner built
 
+    # What a host may offer. Only those that define a call have its event in the matrix.
+
     def detach(self) -> None:
-        """Give the host its own methods back."""
+        """End what casts after a step."""
         raise NotImplementedError
+
+    def attach(self) -> None:
+        """Make the call again that began it."""
+        raise NotImplementedError
+
+    def gather(self) -> None:
+        """Gather the weights again between two steps."""
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """Free the gathered weights."""
+        raise NotImplementedError
+
+    def replay(self, number: int) -> None:
+        """Take a step that was captured."""
+        raise NotImplementedError
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        """The optimizer, for torch's GradScaler."""
+        raise NotImplementedError
+
+    def cast(self, skip: Tensor) -> None:
+        """Cast the masters unless the flag is set, and gather."""
+        raise NotImplementedError
+
+    @classmethod
+    def offers(cls, name: str) -> bool:
+        """Return whether the host defines this call."""
+        return getattr(cls, name) is not getattr(HostUnderTest, name)
 
     @property
     def other_recipe(self) -> dict[str, str]:
@@ -213,16 +245,21 @@ HOSTS = {
     "Apex": "tests.hosts.apex:Fused",
 }
 
-# Loops of one's own, which `test_matrix.py` alone asks: they keep no checkpoints and refuse no calls.
-LOOPS = {
+# What `test_matrix.py` alone asks: runs that are variants of a host for other tests, and loops of one's own, which keep no
+# checkpoints and refuse no calls.
+OF_THE_MATRIX = {
+    "ZeroMuon": "tests.hosts.zero_adamw:Muon",
+    "FSDP2 with AdamW": "tests.hosts.fsdp2:TorchStepped",
+    "accelerate": "tests.hosts.trainers:Accelerated",
+    "Fabric": "tests.hosts.trainers:OfFabric",
     "CastPlan": "tests.hosts.plans:AttachedPlan",
     "quantize_master_weights": "tests.hosts.plans:CastsOfOneCall",
 }
 
 
 def find(host: str) -> type[HostUnderTest]:
-    """Return the class of a host, or of a loop."""
-    module, _, name = {**HOSTS, **LOOPS}[host].partition(":")
+    """Return the class of a host, or of a run of the matrix."""
+    module, _, name = {**HOSTS, **OF_THE_MATRIX}[host].partition(":")
     found: type[HostUnderTest] = getattr(importlib.import_module(module), name)
     return found
 

@@ -1,5 +1,6 @@
 """ZeroAdamW and ZeroMuon under the shared tests: the probe of tests/optim."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +13,9 @@ from tests.fsdp2 import models
 from tests.hosts.stopping import BESIDE, CUT_GROUPS, Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
-from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
+from tests.optim.runs import ADAM, Run, Trainer, boxes, repeated, snapshot
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.cast.captured_step import CapturedStep
 from zerocast.optim import Checkpoints
 
 SPECS = (
@@ -26,6 +28,7 @@ SPECS = (
 )
 CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
 EIGHT_BITS = "8-bit moments"
+MUON = ({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False})
 RUNS = {
     "eager": Run(SPECS, config=CONFIG),
     "overlap": Run(SPECS, config=dataclasses.replace(CONFIG, overlap_all_gather=True), max_norm=1.0),
@@ -37,9 +40,7 @@ RUNS = {
         config=ZeroConfig(bucket_size=1, deterministic=True, keep_columnwise=True),
     ),
     "library order": Run(SPECS, max_norm=0.1, config=ZeroConfig(bucket_size=4096)),
-    "Muon": Run(
-        SPECS, config=CONFIG, options=({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False}), optimizer=ZeroMuon
-    ),
+    "Muon": Run(SPECS, config=CONFIG, options=MUON, optimizer=ZeroMuon),
     EIGHT_BITS: Run(SPECS, config=dataclasses.replace(CONFIG, moment_dtype="8bit"), max_norm=1.0),
 }
 GROUP = "zerocast.distributed.group:Group"
@@ -69,6 +70,7 @@ class Zero(HostUnderTest):
     """A ZeroAdamW, or a ZeroMuon, and its checkpoints."""
 
     VARIANTS = tuple(RUNS)
+    RUNS: ClassVar[dict[str, Run]] = {**RUNS, **KINDS}
     BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.optim.gather:WeightGather", "start", "after"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
@@ -89,10 +91,11 @@ class Zero(HostUnderTest):
     def __init__(self, folder: str, variant: str) -> None:
         self.folder, self._trainer = (
             Path(folder),
-            Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=models.place())),
+            Trainer(dataclasses.replace(self.RUNS[variant], device=models.place())),
         )
         self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
         self.loadable = self._optimizer
+        self._captured: CapturedStep | None = None
         self._checkpoints = Checkpoints(folder, keep=2)
 
     @classmethod
@@ -191,3 +194,24 @@ class Zero(HostUnderTest):
 
     def another_owner(self) -> ZeroAdamW:
         return ZeroAdamW(self._probe.named_parameters())
+
+    def replay(self, number: int) -> None:
+        """Take a step as a graph, or on a CPU as something that acts like one."""
+        if self._captured is None:
+            with contextlib.nullcontext() if models.place() == "cuda" else repeated():
+                self._captured = self._optimizer.capture()
+        self._trainer.backward(number)
+        self._captured()
+        self._optimizer.zero_grad()
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+
+class Muon(Zero):
+    """A ZeroMuon with parameters of all kinds."""
+
+    RUNS: ClassVar[dict[str, Run]] = {
+        variant: dataclasses.replace(run, options=MUON, optimizer=ZeroMuon) for variant, run in KINDS.items()
+    }
