@@ -9,6 +9,7 @@ raise.
 """
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -96,9 +97,13 @@ OTHER_GROUPS = (
     "parameters of this optimizer were added, removed or moved after it was built, and their buckets are laid out once: build a "
     "new one and load the state of this one"
 )
+WRITTEN = (
+    "{count} parameters were written after this optimizer was built, and its masters, which have the earlier values, would "
+    "overwrite them: build it after the last write of its parameters, or load a state"
+)
 
 
-@overrides("refresh", "master_views", "_check_groups", "_lay_out", "_layout", "_named", "_keys")
+@overrides("refresh", "master_views", "_check_groups", "_check_unwritten", "_lay_out", "_layout", "_named", "_keys")
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
@@ -144,6 +149,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self._plan.validity.add_precheck(self._check_groups, Use.REDUCE, Use.STEP, Use.SAVE)
             self._is_built = True
         self.refresh()
+        # The versions of the parameters that the masters were made from. None once the masters hold
+        # later values.
+        self._first_versions: list[int] | None = [parameter._version for _, _, parameter in self._named()]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -206,6 +214,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             super().load_state_dict(state_dict)
             checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
             self._driver.refresh()
+        self._first_versions = None
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """Return the masters of the quantized weights, for `zerocast.verify`."""
@@ -220,11 +229,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     def init_params(self, params: Any = None, *args: Any, **options: Any) -> None:
-        """Lay out parameters in the constructor. A step calls it too, and raises RuntimeError for
-        other parameters than those of the constructor.
+        """Lay out parameters in the constructor. Steps and saves call it too, and raise
+        RuntimeError for other parameters than those of the constructor, and for values that the
+        first step would overwrite.
         """
         if self._is_built:
             self._check_groups(Use.STEP)
+            self._check_unwritten()
         super().init_params(params, *args, **options)
 
     def _check_groups(self, use: Use) -> None:
@@ -233,6 +244,16 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """
         if listed_parameters(self.param_groups) != self._listed:
             raise RuntimeError(OTHER_GROUPS)
+
+    def _check_unwritten(self) -> None:
+        """Raise RuntimeError if parameters were written before the first step. Apex itself makes
+        masters in the first backward pass, and so from these values.
+        """
+        if self._first_versions is None or self._plan.validity.is_writing:
+            return
+        versions = [parameter._version for _, _, parameter in self._named()]
+        if count := sum(map(operator.ne, versions, self._first_versions)):
+            raise RuntimeError(WRITTEN.format(count=count))
 
     def _broadcast_params(self) -> None:
         """Validate the parameters, then broadcast the plain ones. Apex's constructor calls it.
@@ -279,6 +300,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
                 super()._local_step(bucket_ids)
             super().param_sync()
             self._quantized.start(self._plan)
+            self._first_versions = None
 
     def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
         """Cast the updated masters. Their buckets are not among those that Apex gathers."""

@@ -136,6 +136,19 @@ def _other_groups(change: Callable[[list[Any]], object]) -> Callable[[], object]
     return call
 
 
+def _written_before_the_first(call: str) -> Callable[[], object]:
+    """Return a call of an optimizer whose parameters were loaded after it was built."""
+
+    def load() -> object:
+        one = nn.Sequential(model(), nn.Linear(32, 8, device=device(), dtype=torch.bfloat16))
+        optimizer = build(one)
+        one.load_state_dict(one.state_dict())
+        one(torch.ones(1, 64, dtype=torch.bfloat16, device=device())).sum().backward()
+        return getattr(optimizer, call)()
+
+    return load
+
+
 OTHER_GROUPS = "RuntimeError: parameters of this optimizer were added, removed or moved"
 FIRST_FORMAT = "ValueError: state dicts of format 2 hold quantized weights' masters, got format 1"
 OPTIONS = {
@@ -150,6 +163,16 @@ OPTIONS = {
 # By name, what happens, on how many ranks, and the error.
 REFUSED: dict[str, tuple[Callable[[], object], int, str]] = {
     **{name: (_with_option(name), 1, f"ValueError: .*{said}") for name, said in OPTIONS.items()},
+    "step after a load of the model": (
+        _written_before_the_first("step"),
+        1,
+        "RuntimeError: 4 parameters were written after",
+    ),
+    "save after a load of the model": (
+        _written_before_the_first("state_dict"),
+        2,
+        "RuntimeError: 4 parameters were written",
+    ),
     "owned by another": (_owned_by(build), 1, "RuntimeError: weight belongs to a DistributedFusedAdam already"),
     "owned by a ZeroAdamW": (
         _owned_by(lambda one: ZeroAdamW(one.named_parameters())),
