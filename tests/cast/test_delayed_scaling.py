@@ -155,3 +155,20 @@ def test_a_host_may_keep_the_history(backend: str) -> None:
     expected = reference.quantize(fmt, master.view(4, 4), torch.bfloat16, torch.tensor([16.0]))
     assert torch.equal(buffers["rowwise_data"], expected.rowwise_data)
     assert rolls.scale is not None and rolls.scale.item() == 64.0  # one beside it keeps its own
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_later_plan_repeats_the_cast_of_the_live_codes(seed: int) -> None:
+    """Its scale has moved on since, and its masters are the values of the codes."""
+    weight = QuantizedWeight.empty((32, 32), "fp8_delayed")
+    master = torch.randn(1024, generator=torch.Generator().manual_seed(seed))
+    plan = CastPlan([weight], [master], [0])
+    for factor in (1.0, 3.0, 0.7):
+        plan.cast()
+        master *= factor
+    before = {name: buffer.clone() for name, buffer in weight.state.buffers.items() if buffer is not None}
+    assert weight.scale is not None and before["rowwise_scale_inv"] * weight.scale != 1
+    values = weight.dequantize().float().view(-1)
+    CastPlan([weight], [values], [0]).cast(repeat=True)
+    del before["amax"]
+    assert all(torch.equal(weight.state.buffers[name], buffer) for name, buffer in before.items())

@@ -648,6 +648,9 @@ class CastPlan(Plan):
         )
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
+        cast = [(self._names[i], self.weights[i]) for i in self._cast_indices]
+        has_codes = [name for name, w in cast if w.amax_history is not None and w.state.ever_cast]
+        self.delayed.follow_codes(has_codes)
         self._bind()
 
     def _follow(self) -> None:
