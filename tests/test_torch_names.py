@@ -46,7 +46,7 @@ NOT_TORCH = {
 REPLACING = """
 import json, sys
 import torch
-import torch._dynamo  # replaces torch.manual_seed, whoever imports it
+import torch._dynamo  # this import itself replaces torch.manual_seed
 from zerocast import fsdp2
 
 def attributes():

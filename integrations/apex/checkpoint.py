@@ -72,7 +72,7 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
         [name for group in groups for name in group.get("param_names", ())]
         for groups in (state_dict["param_groups"], param_groups)
     )
-    # Other names may be those of a wrapped model. torch loads by position, whatever they are.
+    # Other names may be those of a wrapped model. torch compares none, and loads by position.
     if names != our_names and sorted(names) == sorted(our_names):
         moved = next(pair for pair in zip(names, our_names, strict=True) if pair[0] != pair[1])
         raise ValueError(

@@ -28,7 +28,7 @@ ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
 BF16 = "bf16"
 # Calls of a forward and a backward pass beyond those of bf16, of which a step of two blocks has about 8,000. What a step
 # needs on a GPU alone is not among them, what it needs on a CPU alone is: operators that inductor would fuse, and headers
-# that are compared at once. Runs differ by about 60, by where gathered memory lies.
+# that are compared at once. Runs differ by about 60, by the addresses of gathered memory.
 EXACT = "nvfp4:exact_in_fp8"
 MAX_CALLS = {"fp8_current": 1840, "fp8_block": 2110, "mxfp4": 2020, "nvfp4": 2370, EXACT: 2400}
 

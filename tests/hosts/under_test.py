@@ -199,7 +199,7 @@ class HostUnderTest(abc.ABC):
         raise NotImplementedError
 
     def reshard(self) -> None:
-        """Free the gathered weights."""
+        """Free the gathered weights between two steps."""
         raise NotImplementedError
 
     def replay(self, number: int) -> None:

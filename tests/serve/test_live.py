@@ -164,7 +164,7 @@ def other_values(source: nn.Module) -> zerocast.QuantizedWeight:
 
 
 def a_copy_into_a_weight(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As `model.load_state_dict` makes them."""
+    """Copy other values into a weight, as `model.load_state_dict` does."""
     with torch.no_grad():
         next(p for p in source.parameters() if isinstance(p, zerocast.QuantizedWeight)).copy_(other_values(source))
 

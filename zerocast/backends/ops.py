@@ -144,7 +144,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
 
 @functools.cache
 def _no_cuts(device: torch.device) -> Tensor:
-    """Return an empty `cut_largest`."""
+    """Return a `cut_largest` of no cut groups."""
     return torch.zeros(2, 0, dtype=torch.float32, device=device)
 
 

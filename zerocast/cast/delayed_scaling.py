@@ -54,18 +54,22 @@ class DelayedScaling:
         self._histories = _runs(self._weights.values(), "amax_history")
         self._external_scales = _runs(external.values(), "scale")
 
-    def follow_codes(self, names: Iterable[str]) -> None:
+    def follow_codes(self, names: Sequence[str]) -> None:
         """Find the scales with which the live codes of these weights were cast, by an earlier plan,
         so that a repeated cast gives the same bytes. Call it before the first cast.
         """
-        for name in names:
-            cast_scale, inverse = self._cast_scale_of[name], self._weights[name]["rowwise_scale_inv"]
-            assert inverse is not None
-            # The reciprocal of a reciprocal may be a neighbour of the number.
-            near = inverse.reciprocal()
-            below, above = (torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, torch.inf))
-            for candidate in (below, above, near, cast_scale.clone()):
-                torch.where(candidate.reciprocal() == inverse, candidate, cast_scale, out=cast_scale)
+        if not names:
+            return
+        cast_scales = [self._cast_scale_of[name] for name in names]
+        inverse = torch.cat([self._weights[name]["rowwise_scale_inv"] for name in names])  # type: ignore[misc]
+        scales = found = torch.cat(cast_scales)
+        # The reciprocal of a reciprocal may be a neighbour of the number.
+        near = inverse.reciprocal()
+        below, above = (torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, torch.inf))
+        # The last one that fits is taken: the scale itself, unless it has moved on since that cast.
+        for candidate in (below, above, near, scales):
+            found = torch.where(candidate.reciprocal() == inverse, candidate, found)
+        torch._foreach_copy_(cast_scales, list(found.split(1)))
 
     def __bool__(self) -> bool:
         return bool(self._cast_scale_of)
